@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,17 +20,12 @@ from ase import Atoms
 from qualms.arrays import Float64Array
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
-from qualms.atomistic.structures import FrameFiles, Part, numbered
+from qualms.atomistic.structures import FrameFiles, Part, divided, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input
 from qualms.io.predictions import EXTRAPOLATES
 from qualms.prediction import Prediction
-
-#: Structures of a part, and the fewest that are worth a task.
-_PART, _FEWEST = 5000, 20
-#: Parts for each worker, so that none waits long for the last.
-_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ _LOADED = threading.local()
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Output:
     """What is predicted, and how: see ``qualms predict --help``."""
 
     ensemble: bool = False
@@ -94,13 +88,13 @@ class Predicted(NamedTuple):
 
 
 def predict_batches(
-    model: AtomisticModel, numbered: Iterable[tuple[int, Atoms]], wanted: Wanted
+    model: AtomisticModel, numbered: Iterable[tuple[int, Atoms]], output: Output
 ) -> Iterator[Predicted]:
     """Predict structures, which may be more than fit into memory, in batches and in order."""
-    target, (factor, units) = model.settings.target, wanted.units(model)
-    derivatives = wanted.forces or wanted.stress
-    if wanted.skip_failed and model.reference is not None:
-        how = {"forces": derivatives, "stress": wanted.stress}
+    target, (factor, units) = model.settings.target, output.units(model)
+    derivatives = output.forces or output.stress
+    if output.skip_failed and model.reference is not None:
+        how = {"forces": derivatives, "stress": output.stress}
         numbered = model.reference.computable(numbered, **how)
     waiting: deque[int] = deque()
 
@@ -109,22 +103,22 @@ def predict_batches(
             waiting.append(number)
             yield atoms
 
-    unknown = "ignore" if wanted.ignore_unknown else "error"
-    of_forces = wanted.forces or (wanted.atoms and model.fitted.settings.has_forces)
-    request = Request(of_forces, wanted.stress, wanted.atoms)
+    unknown = "ignore" if output.ignore_unknown else "error"
+    of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
+    request = Request(of_forces, output.stress, output.atoms)
     for batch in model.stream(frames(), request, unknown_species=unknown):
         parts, centers = batch.parts, batch.parts.centers or []
         arrays: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
-        if wanted.forces:
-            arrays |= _components("forces", batch.forces, wanted)
-        if wanted.stress:
-            tensors |= _stresses(batch, model, wanted)
-        if wanted.atoms:
-            arrays |= _atom_arrays(target, batch, wanted)
+        if output.forces:
+            arrays |= _components("forces", batch.forces, output)
+        if output.stress:
+            tensors |= _stresses(batch, model, output)
+        if output.atoms:
+            arrays |= _atom_arrays(target, batch, output)
         prediction: Prediction = batch
-        if wanted.in_units or wanted.per:
-            sizes = np.array([len(c) for c in centers]) if wanted.per == "atom" else 1.0
+        if output.in_units or output.per:
+            sizes = np.array([len(c) for c in centers]) if output.per == "atom" else 1.0
             prediction = batch * (factor / sizes)
             arrays, tensors = (
                 {k: v if k.endswith("_novelty") else v * factor for k, v in values.items()}
@@ -148,7 +142,7 @@ def predict_batches(
             "structures": len(parts.frames),
             "extrapolating": int(batch.extrapolates.sum()),
             "unknown_species": sum(unknown_atoms),
-            "without_volume": sum(wanted.stress and int(a.cell.rank) < 3 for a in parts.frames),
+            "without_volume": sum(output.stress and int(a.cell.rank) < 3 for a in parts.frames),
         }
         yield Predicted(arguments, counts)
 
@@ -157,70 +151,57 @@ def predict_batches(
 
 
 def predict_parts(
-    frames: FrameFiles, file: ModelFile, wanted: Wanted, workers: Workers
+    frames: FrameFiles, file: ModelFile, output: Output, workers: Workers
 ) -> Iterator[Predicted]:
     """Predict structures by workers, in order; see `predict_batches`."""
     workers.check([file.path, *frames.paths])
-    size = _part_size(len(frames), workers.number)
-    parts = [_part(frames, *edge) for edge in _divided(0, len(frames), size)]
-    for batches in workers.map(predict_part, parts, file, wanted):
+    # Several parts for each worker, so that none waits long for the last.
+    size = -(-len(frames) // (4 * workers.number))
+    parts = divided(frames, min(max(size, 20), 5000))
+    for batches in workers.map(predict_part, parts, file, output):
         yield from batches
 
 
-def _part_size(n_structures: int, n_workers: int) -> int:
-    """Return the number of structures of a part."""
-    return min(max(-(-n_structures // (_ROUNDS * n_workers)), _FEWEST), _PART)
-
-
-def _divided(first: int, last: int, size: int) -> list[tuple[int, int]]:
-    """Return ranges between multiples of the size."""
-    return list(pairwise([first, *range(size * (first // size + 1), last, size), last]))
-
-
-def _part(frames: FrameFiles, first: int, last: int) -> Part:
-    return Part(frames[first:last], np.arange(first, last))
-
-
-def predict_part(part: Part, file: ModelFile, wanted: Wanted) -> list[Predicted]:
+def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]:
     """Predict a part of the structures."""
     with numbered(part):
         pairs = zip(part.numbers.tolist(), part.frames, strict=True)
-        return list(predict_batches(file.load(), pairs, wanted))
+        return list(predict_batches(file.load(), pairs, output))
 
 
 # --- forces, stresses and atoms ---
 
 
-def _stresses(batch: StructurePrediction, model: AtomisticModel, wanted: Wanted) -> dict[str, Any]:
+def _stresses(batch: StructurePrediction, model: AtomisticModel, output: Output) -> dict[str, Any]:
     """Return stresses, NaN for structures without a volume."""
     solid, stress = batch.is_solid, batch.parts.stress
-    n_members = model.fitted.n_members if wanted.ensemble else 0
+    n_members = model.fitted.n_members if output.ensemble else 0
     widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
-    if wanted.interval is not None and "stress" in model.fitted.calibrations:
+    if output.interval is not None and "stress" in model.fitted.calibrations:
         widths |= {"stress_lower": 6, "stress_upper": 6}
     tensors = {key: np.full((len(solid), n), np.nan) for key, n in widths.items() if n}
     if stress is not None:
-        for key, values in _components("stress", stress, wanted).items():
+        for key, values in _components("stress", stress, output).items():
             tensors[key][solid] = values
     return tensors
 
 
-def _components(name: str, prediction: Prediction, wanted: Wanted) -> dict[str, Any]:
+def _components(name: str, prediction: Prediction, output: Output) -> dict[str, Any]:
     """Return means and standard deviations (n, k), and members (n, N_R k) in member order.
 
     And the limits (n, k) of conformal intervals of this level, if it is given and they are known.
     """
     arrays: dict[str, Any] = {name: prediction.mean, f"{name}_uncertainty": prediction.std}
-    if wanted.interval is not None and prediction.conformal is not None:
-        limits = prediction.interval(wanted.interval, "conformal")
+    if output.interval is not None and prediction.conformal is not None:
+        limits = prediction.interval(output.interval, "conformal")
         arrays |= dict(zip((f"{name}_lower", f"{name}_upper"), limits, strict=True))
-    if wanted.ensemble:
+    if output.ensemble:
         by_member = prediction.members.transpose(0, 2, 1)
         arrays[f"{name}_ensemble"] = by_member.reshape(len(by_member), -1)
     return arrays
 
 
-def _atom_arrays(target: str, batch: StructurePrediction, wanted: Wanted) -> dict[str, Any]:
+def _atom_arrays(target: str, batch: StructurePrediction, output: Output) -> dict[str, Any]:
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     parts, name = batch.parts, f"{target}_atoms"
     pairs = zip(parts.frames, parts.centers or [], strict=True)
@@ -238,6 +219,6 @@ def _atom_arrays(target: str, batch: StructurePrediction, wanted: Wanted) -> dic
     }
     if parts.forces is not None:
         arrays[f"{name}_force_uncertainty"] = of_all([force_norm(batch.forces.std)])
-    if wanted.ensemble:
+    if output.ensemble:
         arrays[f"{name}_ensemble"] = of_all([part.members for part in batch.atoms])
     return arrays

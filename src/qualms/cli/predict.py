@@ -30,7 +30,7 @@ from qualms.cli.verb import naming_files
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
-    from qualms.atomistic.bulk import Wanted
+    from qualms.atomistic.bulk import Output
     from qualms.atomistic.model import AtomisticModel
 
 _TABLES = (".csv", ".parquet")
@@ -105,7 +105,7 @@ def predict(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
-    wanted = bulk.Wanted(
+    wanted = bulk.Output(
         ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown, skip_failed
     )
     chosen = baseline_of(confirm_baseline, baseline_key)
@@ -153,7 +153,7 @@ def predict(
     )
 
 
-def _check_options(model: AtomisticModel, output: Path, wanted: Wanted) -> None:
+def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
     from qualms.atomistic.forces import check_model
 
     option = next(
