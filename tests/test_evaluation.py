@@ -8,7 +8,7 @@ import pytest
 from atomistic_fixtures import ENERGY, copies, reference_values
 from checks import rejects
 
-from qualms import AtomisticModel, Prediction, calibrate, score
+from qualms import AtomisticModel, Prediction, score
 from qualms.atomistic.evaluation import evaluate, find_references, kernel_components
 from qualms.atomistic.structures import read_frames
 from qualms.evaluation import Evaluation, check_errors, energy_factor
@@ -46,8 +46,7 @@ def test_every_calibration_is_scored(molecules, energy_model):
     np.testing.assert_allclose(result.prediction.std * n_atoms, expected.std)
     own = result.scores["sources (out-of-bag)"]
     assert own.log_likelihood == pytest.approx(score(result.y, result.prediction).log_likelihood)
-    other = energy_model.fitted.with_calibration("linear")
-    by_other = AtomisticModel.from_fitted(other).predict(labelled)
+    by_other = energy_model.with_calibration("linear").predict(labelled)
     expected = score(reference_values(labelled), by_other).sharpness
     per_structure = evaluate(energy_model, test, per="structure")["energy"]
     assert per_structure.scores["linear (out-of-bag)"].sharpness == pytest.approx(expected)

@@ -363,6 +363,11 @@ class AtomisticModel:
             _ = model.reference  # rejects another one than that of the training
         return model
 
+    def with_calibration(self, method: str | None) -> AtomisticModel:
+        """Return the model with another calibration method, fitted to its out-of-bag points."""
+        fitted = self.fitted.with_calibration(method)
+        return self.from_fitted(fitted, threads=self.threads, confirmed=self._confirmed)
+
     def summary(self) -> str:
         """Return settings, data, errors and calibrations of the model, a line each."""
         facts = summarize(self.fitted)
