@@ -19,7 +19,15 @@ from qualms.arrays import (
     check_points,
 )
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
-from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, group_codes, out_of_bag_prediction
+from qualms.gp.ensemble import (
+    MIN_ABSENT,
+    FullModel,
+    ensemble_mean_std,
+    group_codes,
+    out_of_bag_prediction,
+)
+from qualms.gp.sparse_gp import Whitening, leave_out
+from qualms.gp.sums import KeptRows
 
 #: Number of members whose standard deviation has no sampling error.
 _EXACT = 1_000_000
@@ -178,6 +186,46 @@ def _with_arrays(data: D, change: Callable[[Any], Any]) -> D:
     """Return data with each array changed."""
     arrays = {k: change(v) for k, v in vars(data).items() if isinstance(v, np.ndarray)}
     return replace(data, **arrays)
+
+
+def leave_groups_out(
+    full: FullModel,
+    kept: KeptRows,
+    whitening: Whitening,
+    owners: IntArray,
+    novelty_std: Float64Array,
+) -> list[FullModelData]:
+    """Return, for each output, the full model without the group of each row that is kept.
+
+    The representatives of the group are left out as well: a new point is none.
+
+    Parameters
+    ----------
+    full : FullModel
+    kept : KeptRows
+        N rows of whole groups.
+    whitening : Whitening
+    owners : (r,) array of int
+        Group of each representative.
+    novelty_std : (N,) array
+        q of the rows, without the representatives of their group, for a prior of unit variance.
+    """
+    left_out = leave_out(
+        full.process,
+        kept.Phi,
+        full.y,
+        sample_weight=full.weight,
+        groups=kept.groups,
+        group_columns=whitening.columns_of(kept.groups, owners),
+    )
+    p, outputs = (
+        np.sqrt(left_out.variance),
+        zip(left_out.residuals.T, left_out.same_basis.T, strict=True),
+    )
+    return [
+        FullModelData(z, p, novelty_std, with_own).scaled(scale)
+        for (z, with_own), scale in zip(outputs, full.scale, strict=True)
+    ]
 
 
 def calibration_data(
