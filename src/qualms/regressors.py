@@ -75,7 +75,7 @@ from qualms.gp.kernels import (
     normalize_rows,
     unit_scale,
 )
-from qualms.gp.representatives import cur, farthest_points
+from qualms.gp.representatives import select_representatives
 from qualms.gp.sparse_gp import (
     Whitening,
     novelty_variance,
@@ -172,8 +172,7 @@ def build_basis(
     n : int, optional
         Number of representatives, at most 1000 by default.
     selection : {"fps", "cur", "random"}
-        Points that are far in the space of the features, of large leverage in that of the kernel,
-        or any.
+        As in `select_representatives`.
     rng : numpy.random.Generator
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
@@ -183,7 +182,9 @@ def build_basis(
             "Use at most as many, or None.",
             parameter="n_representatives",
         )
-    chosen = _choose(kernel, features, n or min(len(X), 1000), selection, rng)
+    chosen = select_representatives(features, n or 1000, selection, kernel, rng)
+    if selection == "random":
+        chosen = np.sort(chosen)
     if n is not None and len(chosen) < n:
         _warn(f"Only {len(chosen)} of n_representatives={n} are independent in the kernel.")
     exact = features[chosen].astype(np.float64)
@@ -198,23 +199,6 @@ def build_basis(
         )
     indices = chosen[whitening.pivots]
     return KernelBasis(kernel, scale, features[indices], indices, whitening)
-
-
-def _choose(
-    kernel: Kernel, X: FloatArray, n: int, selection: str, rng: np.random.Generator
-) -> IntArray:
-    """Return the indices of n representatives, or of fewer that are independent."""
-    if selection == "random":
-        return np.sort(rng.permutation(len(X))[:n]).astype(np.intp)
-    if selection == "fps":
-        return farthest_points(X, n).indices
-    # Features whose products approximate the kernel, which need not fit into memory. With as many
-    # landmarks as points they are exact.
-    landmarks = farthest_points(X, min(2 * n, len(X))).indices
-    exact = X[landmarks].astype(np.float64)
-    whitening = whiten(kernel(exact, exact))
-    K = np.asarray(kernel(X, X[landmarks[whitening.pivots]]), dtype=np.float64)
-    return cur(whitening.features(K, overwrite=True), n)
 
 
 @dataclass(frozen=True)

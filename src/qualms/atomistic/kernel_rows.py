@@ -11,17 +11,15 @@ array is (labels) × (representatives), never (all environments) × (representat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.atomistic.settings import Settings
 from qualms.features.base import structure_blocks
 from qualms.gp.kernels import Kernel, sum_over_structures
-from qualms.gp.representatives import cur_from_kernel, farthest_points
 
 #: Elements of a kernel block: 64 MB of float64.
 _ELEMENTS = 8_000_000
@@ -134,34 +132,3 @@ def novelty_of(similarity: FloatArray) -> FloatArray:
     """Return one minus the largest normalised kernel of each environment, given (n, M): (n,)."""
     novelty: FloatArray = np.clip(1.0 - similarity.max(axis=1), 0.0, 1.0)
     return novelty
-
-
-# --- selection of representative environments ---
-
-#: CUR selects from this many times more farthest points.
-LANDMARKS = 2
-
-
-def select_representatives(
-    features: FloatArray,
-    kernel: Kernel,
-    settings: Settings,
-    rng: np.random.Generator,
-    on_pick: Callable[[int], object] | None = None,
-) -> IntArray:
-    """Select environments: at most ``settings.n_representatives`` indices, in order of selection.
-
-    Candidates have features (n, d). `on_pick` is called with the number of picks so far.
-    """
-    n = min(settings.n_selected, len(features))
-    if settings.selection == "random":
-        return rng.permutation(len(features))[:n]
-    if settings.selection == "fps":
-        return farthest_points(features, n, on_pick=on_pick).indices
-    n_landmarks = min(LANDMARKS * n, len(features))
-    found = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
-    landmarks = farthest_points(features, n_landmarks, on_pick=found).indices
-    X = features[landmarks].astype(np.float64)
-    K = np.asarray(kernel(X, X))
-    del X
-    return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]

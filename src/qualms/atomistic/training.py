@@ -47,9 +47,7 @@ from qualms.atomistic.fitted import (
 )
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import (
-    LANDMARKS,
     Basis,
-    select_representatives,
     structure_novelty,
 )
 from qualms.atomistic.label_checks import check_derivatives, check_noise
@@ -96,6 +94,7 @@ from qualms.gp.ensemble import (
 )
 from qualms.gp.kernels import Kernel, unit_scale
 from qualms.gp.noise import group_means, typical_log
+from qualms.gp.representatives import LANDMARKS, select_representatives
 from qualms.gp.sparse_gp import Whitening, posterior_deviations, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums, sums_size
 from qualms.progress import Stages
@@ -681,12 +680,12 @@ def candidates(
     groups = np.repeat(part.groups, part.environments)
     found = Environments(origins.astype(np.int64), groups, X)
     if not alone:
-        if settings.selection == "cur":  # selects among farthest points
-            more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
-            settings = settings.model_copy(update=more)
+        n, selection = settings.n_selected, settings.selection
+        if selection == "cur":  # selects among farthest points
+            n, selection = LANDMARKS * n, "fps"
         rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
         kernel = features.representation.kernel
-        found = found.take(select_representatives(X, kernel, settings, rng))
+        found = found.take(select_representatives(X, n, selection, kernel, rng))
     return found, X if keep else None
 
 
@@ -701,7 +700,9 @@ def whitened_points(
     kernel: Kernel = features.representation.kernel
     n = min(settings.n_selected, len(found.features))
     with stages.stage("Representatives", n) as advance:
-        found = found.take(select_representatives(found.features, kernel, settings, rng, advance))
+        found = found.take(
+            select_representatives(found.features, n, settings.selection, kernel, rng, advance)
+        )
     # Among environments that are equally far apart, rounding may choose the order of selection.
     found = found.take(np.lexsort(found.origins.T[::-1]))
     with stages.stage("Whitening"):
