@@ -29,8 +29,6 @@ from qualms.gp.ensemble import (
 from qualms.gp.sparse_gp import Whitening, leave_out
 from qualms.gp.sums import KeptRows
 
-#: Number of members whose standard deviation has no sampling error.
-_EXACT = 1_000_000
 D = TypeVar("D", "CalibrationData", "FullModelData")
 
 
@@ -158,7 +156,7 @@ class FullModelData:
         data = CalibrationData(
             residuals=self.residuals,
             ensemble_std=self.posterior_std,
-            n_members=np.full(n, _EXACT),
+            n_members=np.full(n, 1_000_000),  # a standard deviation without sampling error
             weights=np.ones(n),
             novelty_std=self.novelty_std,
             centre=0.0,
