@@ -27,7 +27,6 @@ from qualms.calibration.methods import (
     SourcesCalibration,
     StudentCalibration,
     build_calibration,
-    extrapolate_std,
     fit_calibration,
     variance_scale,
 )
@@ -367,23 +366,6 @@ def test_units_do_not_matter(seed, unit):
         plain = calibrate(y, members, method=method).std(ensemble_std, 6)
         scaled = calibrate(unit * y, unit * members, method=method).std(unit * ensemble_std, 6)
         np.testing.assert_allclose(scaled, unit * plain, rtol=2e-2)
-
-
-def test_extrapolation_of_subsampled_means_is_the_standard_error():
-    """The mean of n of N numbers: in theory σ/√N, and no target is needed."""
-    rng = np.random.default_rng(0)
-    n_train, sizes = 400, [40, 80, 160, 320]
-    values = rng.normal(size=(60, n_train))
-    ensemble_stds = []
-    for n in sizes:
-        draws = [rng.permutation(n_train)[:n] for _ in range(64)]
-        means = np.stack([values[:, d].mean(axis=1) for d in draws], axis=1)
-        ensemble_stds.append(means.std(axis=1, ddof=1))
-    law = extrapolate_std(sizes, ensemble_stds, n_train)
-    assert law.exponent == pytest.approx(0.5, abs=0.05)
-    assert np.mean(law.alpha(80) * ensemble_stds[1]) == pytest.approx(
-        1 / math.sqrt(n_train), rel=0.1
-    )
 
 
 def test_points_without_std_are_left_out_and_counted():
@@ -745,10 +727,6 @@ def test_points_absent_from_too_few_members():
     [
         ("method", lambda d: fit_calibration(d, "magic")),
         ("method", lambda d: build_calibration("magic", {})),
-        ("subsamples", lambda d: extrapolate_std([10], [np.ones(3)], 100)),
-        ("subsamples", lambda d: extrapolate_std([10, 100], [np.ones(3)] * 2, 100)),
-        ("ensemble_stds", lambda d: extrapolate_std([10, 20], [np.ones(3), np.zeros(3)], 100)),
-        ("subsample", lambda d: extrapolate_std([5, 9], [np.ones(3)] * 2, 20).alpha(20)),
     ],
 )
 def test_bad_input(parameter, call):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -258,60 +258,6 @@ def variance_scale(
         How often each point counts.
     """
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
-
-
-@dataclass(frozen=True)
-class StdExtrapolation:
-    """The power law σ_n ∝ n^(−β) √(1 − n/N), with β = `exponent` and N = `n_train`."""
-
-    exponent: float
-    n_train: int
-
-    def alpha(self, subsample: int) -> float:
-        """Return the factor from the standard deviation of subsamples of this size to N."""
-        if not 0 < subsample < self.n_train:
-            raise InputError(
-                f"`subsample` is {subsample}; it must lie between 0 and N = {self.n_train}.",
-                parameter="subsample",
-            )
-        ratio = subsample / self.n_train
-        return float(ratio**self.exponent / (1 - ratio) ** 0.5)
-
-
-def extrapolate_std(
-    subsamples: Sequence[int], ensemble_stds: Sequence[FloatArray], n_train: int
-) -> StdExtrapolation:
-    """Fit a power law of the subsample size to ensemble standard deviations (Politis et al. 1999).
-
-    The factor √(1 − n/N) of drawing without replacement is not part of the extrapolation to N.
-
-    Parameters
-    ----------
-    subsamples : sequence of int
-        At least two different sizes n < N.
-    ensemble_stds : sequence of arrays
-        For each size σ_n > 0 of the same test points; their geometric mean is fitted.
-    n_train : int
-        N.
-    """
-    n = np.asarray(subsamples, dtype=np.float64)
-    if len(np.unique(n)) < 2 or len(n) != len(ensemble_stds) or n.min() < 1 or n.max() >= n_train:
-        raise InputError(
-            f"`subsamples` are {list(subsamples)}; at least two different sizes 1 ≤ n < N = "
-            f"{n_train} are needed, one for each array of standard deviations.",
-            parameter="subsamples",
-        )
-    if not all(
-        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in ensemble_stds
-    ):
-        raise InputError(
-            "Some of the `ensemble_stds` are not positive finite numbers.",
-            parameter="ensemble_stds",
-        )
-    log_sigma = np.array([np.mean(np.log(s)) for s in ensemble_stds]) - 0.5 * np.log(
-        1 - n / n_train
-    )
-    return StdExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)
 
 
 # --- student --------------------------------------------------------------------------------------
