@@ -32,7 +32,7 @@ def tiny_pools(monkeypatch):
     """Many levels, many rounds and many partial updates, on few points."""
     monkeypatch.setattr(farthest, "_POOL_FRACTION", 4)
     monkeypatch.setattr(farthest, "_LOOP_SIZE", 8)
-    monkeypatch.setattr(farthest, "ROWS", 16)
+    monkeypatch.setattr("qualms.arrays.BLOCK", 16)
     monkeypatch.setattr(farthest, "_PICKS", 5)
 
 

@@ -43,11 +43,12 @@ from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows
 from qualms.gp.sparse_gp import (
-    fit_projected_process,
     leave_out,
     posterior_deviations,
+    solve_projected_process,
     whiten,
 )
+from qualms.gp.sums import sum_rows
 from qualms.progress import Stages
 
 
@@ -136,7 +137,7 @@ def test_rows_left_out_have_the_variance_of_a_model_without_them(weighted):
     rng = np.random.default_rng(1)
     Phi, y, groups = rng.normal(size=(30, 6)), rng.normal(size=30), rng.integers(8, size=30)
     weight = rng.random(30) + 0.5 if weighted else np.ones(30)
-    model = fit_projected_process(Phi, y, 0.3, sample_weight=weight)
+    model = solve_projected_process(sum_rows(Phi, y, weight), 0.3)
     found = leave_out(model, Phi, y, sample_weight=weight, groups=groups)
     alone = leave_out(model, Phi, y, sample_weight=weight)
     for i in range(30):
@@ -159,7 +160,7 @@ def test_representatives_of_a_point_can_be_left_out_with_it(groups):
     whitening = whiten(kernel(X[representatives], X[representatives]))
     points = representatives[whitening.pivots]
     Phi = whitening.features(kernel(X, X[points]))
-    model = fit_projected_process(Phi, y, noise)
+    model = solve_projected_process(sum_rows(Phi, y), noise)
     U = np.linalg.inv(whitening.factor)
     own = {g: U[:, groups[points] == g] for g in np.unique(groups[points])}
     found = leave_out(model, Phi, y, groups=groups, group_columns=own)
@@ -193,7 +194,7 @@ def test_a_kernel_of_low_rank_loses_nothing_with_a_representative():
 def test_posterior_members_have_the_posterior_covariance():
     rng = np.random.default_rng(2)
     Phi, y = rng.normal(size=(30, 4)), rng.normal(size=30)
-    model = fit_projected_process(Phi, y, 0.3)
+    model = solve_projected_process(sum_rows(Phi, y), 0.3)
     drawn = posterior_deviations(model, 20_000, rng, np.arange(4))
     np.testing.assert_allclose(drawn.mean(axis=1), 0, atol=1e-12)
     expected = 0.3 * np.linalg.inv(Phi.T @ Phi + 0.3 * np.eye(4))
@@ -208,7 +209,7 @@ def test_posterior_members_do_not_depend_on_the_order_of_independent_representat
     pivots, swapped = np.array([6, 1, 3, 2, 0]), np.array([6, 3, 1, 2, 0])
     drawn = {}
     for name, order, columns in (("a", pivots, slice(None)), ("b", swapped, [0, 2, 1, 3, 4])):
-        model = fit_projected_process(Phi[:, columns], y, 0.3)
+        model = solve_projected_process(sum_rows(Phi[:, columns], y), 0.3)
         drawn[name] = posterior_deviations(model, 8, np.random.default_rng(5), order)
     np.testing.assert_allclose(drawn["b"], drawn["a"][[0, 2, 1, 3, 4]], atol=1e-12)
 

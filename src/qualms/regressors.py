@@ -31,6 +31,7 @@ from qualms.arrays import (
     distinct_rows,
     joined_groups,
     reject_masked,
+    row_blocks,
 )
 from qualms.calibration.choice import fit_best
 from qualms.calibration.conformal import Conformal
@@ -86,8 +87,6 @@ from qualms.gp.sparse_gp import (
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.prediction import Prediction
 
-#: Inputs whose kernel rows are held at once.
-_BLOCK = 2048
 #: Rounding of the novelty that extrapolation is told by.
 _ROUNDING = 1e-6
 
@@ -139,7 +138,7 @@ class KernelBasis:
 
         Points are taken in blocks: the kernel rows of all might not fit into memory.
         """
-        blocks = (self.rows(X[start : start + _BLOCK]) for start in range(0, len(X), _BLOCK))
+        blocks = (self.rows(X[block]) for block in row_blocks(len(X)))
         parts = [[function(*block) for function in functions] for block in blocks]
         return [np.concatenate(values) for values in zip(*parts, strict=True)]
 
@@ -392,8 +391,8 @@ def sum_points(
     weight, place = data.point_weight, np.cumsum(kept) - 1
     sums: dict[int, RowSums] = {}
     Phi, k_xx = np.empty((len(some), basis.whitening.effective_rank)), np.empty(len(some))
-    for start in range(0, len(order), _BLOCK):
-        points = order[start : start + _BLOCK]
+    for block in row_blocks(len(order)):
+        points = order[block]
         rows, diagonal = basis.features(X[points])
         for b, part in draw.take(points).sum_blocks(rows, columns[points], weight[points]).items():
             sums[b] = sums[b] + part if b in sums else part
@@ -847,7 +846,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             squares = np.einsum("ij,ij->i", X, X, dtype=np.float64)
             return LinearKernel(float(squares.mean()) if isinstance(offset, str) else offset)
         if isinstance(offset, str):
-            rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+            rows = normalize_rows(X[:2048])  # distinct points come in random order
             offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
         return PowerKernel(self.exponent, offset)
 

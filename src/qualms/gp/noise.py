@@ -34,13 +34,12 @@ from qualms.arrays import (
     IntArray,
     as_targets,
     check_sample_weight,
+    row_blocks,
 )
 from qualms.errors import InputError, NumericalError
 from qualms.gp.sparse_gp import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows
 
-#: Rows that are left out one by one, in one product.
-_BLOCK = 1024
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
 _EPS = float(np.finfo(np.float64).eps)
@@ -173,7 +172,7 @@ def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
     if groups is None:
         rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
-        return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+        return [rows[block] for block in row_blocks(len(rows))]
     codes = np.unique(groups, return_inverse=True)[1]
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
     n_sets = max(round(len(members) * min(max_rows / n, 1.0)), 2)
@@ -215,10 +214,6 @@ def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
 
 
 # Noise variances of several kinds of observations: energies, forces and virials.
-#: Folds that blocks are left out in, and features up to which all of them are.
-_FOLDS, _SMALL = 5, 800
-#: Logarithms of errors that differ by less are equal.
-_SAME = 1e-9
 
 
 class _Sums(NamedTuple):
@@ -258,9 +253,9 @@ class _Fold(NamedTuple):
 def _folds(kept: KeptRows, sums: BlockSums) -> list[_Fold]:
     """Return blocks that are left out together, one in five; of large models, the first fold."""
     n_blocks, names = sums.n_blocks, [*sums.sums]
-    n_folds = min(_FOLDS, n_blocks)
+    n_folds = min(5, n_blocks)
     folds = []
-    for k in range(1 if kept.Phi.shape[1] > _SMALL else n_folds):
+    for k in range(1 if kept.Phi.shape[1] > 800 else n_folds):
         others = [b for b in range(n_blocks) if b % n_folds != k]
         out = kept.draw.block % n_folds == k
         rows = [kept.rows[name][out[kept.rows[name]]] for name in names]
@@ -313,24 +308,10 @@ def typical_log(errors: Float64Array) -> float:
     def excess(log_scale: float) -> float:
         return float(np.mean(1 / (1 + math.exp(log_scale) / a))) - 0.5
 
-    low, high = math.log(a.min()), math.log(a.max())
+    low, high, same = math.log(a.min()), math.log(a.max()), 1e-9
     with np.errstate(over="ignore"):
-        scale = low if high - low < _SAME else brentq(excess, low - _SAME, high + _SAME)
+        scale = low if high - low < same else brentq(excess, low - same, high + same)
     return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
-
-
-#: Decades relative to the usual square of the targets: first guess for the first quantity and for
-#: the others, and lower limit.
-_START, _START_OF_OTHERS, _LOWEST = -4.0, -3.0, -12.0
-#: Upper limit, in decades relative to the mean square.
-_HIGHEST = 1.0
-#: Steps in decades of the search.
-_STEPS = (1.0, 0.5, 0.25)
-#: Decades about the noise of the first quantity at which it is learned alone, the loss of accuracy
-#: (a logarithm) that the others may cause, and how often an excess counts.
-_NEAR, _WORSE, _EXCESS = (-2.0, -1.0, 0.0, 1.0, 2.0), 0.02, 20.0
-#: Least gain of a step for each decade: one per cent of the errors of one kind.
-_GAIN = 0.01
 
 
 def select_joint_noise(
@@ -341,6 +322,10 @@ def select_joint_noise(
     fixed: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
+
+    The search is over decades relative to the usual square of the targets, from 10⁻⁴ of it for the
+    first quantity and 10⁻³ for the others, up to ten times their mean square. If the others raise
+    the error of the first by more than two per cent, the excess counts twenty times.
 
     Parameters
     ----------
@@ -371,23 +356,23 @@ def select_joint_noise(
     def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
             errors = terms(decades)
-            return float(errors.sum() + _EXCESS * max(errors[0] - limit, 0.0))
+            return float(errors.sum() + 20 * max(errors[0] - limit, 0.0))
 
         return _pattern_search(total, starts, fixed_decades, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean(y[some] ** 2) for some in kinds]
     beyond = np.log10(np.maximum(np.array(squares) / units, 1.0))
-    highest = _HIGHEST + beyond
+    highest = 1 + beyond
     # Where the usual square and the mean square differ much, either may be the better guess.
-    guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
+    guess = np.array([-4.0] + [-3.0] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     decades = search()
     if fixed_decades[0] is None:
         others = [np.inf] * (len(rows) - 1)
-        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in _NEAR}
+        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in range(-2, 3)}
         energy = min(alone, key=alone.__getitem__)
-        if terms(decades)[0] > alone[energy] + _WORSE:
+        if terms(decades)[0] > alone[energy] + 0.02:
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
             decades = search(alone[energy])
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
@@ -413,9 +398,9 @@ def _pattern_search(
 ) -> tuple[float, ...]:
     """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
-    Not `scipy.optimize`: the score is flat over decades, and steps that gain too little (`_GAIN`)
-    must not be taken. With three variances the valley is long where all change alike, which changes
-    the prior only: so that is a step, too.
+    Not `scipy.optimize`: the score is flat over decades, and steps that gain less than one per cent
+    of the errors of one quantity for each decade must not be taken. With three variances the valley
+    is long where all change alike, which changes the prior only: so that is a step, too.
     """
     first = [
         tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))
@@ -427,15 +412,15 @@ def _pattern_search(
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
         moves.append(np.sum(moves, axis=0))
-    for step in _STEPS:
+    for step in (1.0, 0.5, 0.25):
         moved = True
         while moved:
             moved = False
             for move, sign in product(moves, (-1, 1)):
-                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, highest), best)
+                trial = np.where(move, np.clip(best + sign * step * move, -12.0, highest), best)
                 where = tuple(trial.tolist())
                 if where not in scores:
                     scores[where] = score(where)
-                if scores[where] < scores[best] - _GAIN * step:
+                if scores[where] < scores[best] - 0.01 * step:
                     best, moved = where, True
     return best

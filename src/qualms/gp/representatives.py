@@ -9,12 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
 
-from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer
+from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, row_blocks
 from qualms.errors import InputError, counted
 from qualms.gp.kernels import Kernel
-
-#: Rows that are checked, or multiplied, at once.
-ROWS = 2048
 
 
 def _as_float(X: FloatArray, name: str) -> FloatArray:
@@ -54,6 +51,7 @@ def _check_counts(name: str, size: int, n: int, start: int = 0) -> None:
 _POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
 _LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
 _PICKS = 384  # picks in one matrix product
+_PAIRS = 800_000  # elements of differences that are taken at once
 _GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of work
 
 #: Columns whose products are float64. Compressed features are principal components, the largest
@@ -134,9 +132,9 @@ def farthest_points(
     X = _as_float(X, "X")
     _check_counts("X", len(X), n, start)
     norms = np.empty(len(X))
-    for begin in range(0, len(X), ROWS):
-        block = X[begin : begin + ROWS].astype(np.float64)
-        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
+    for rows in row_blocks(len(X)):
+        block = X[rows].astype(np.float64)
+        norms[rows] = np.einsum("ij,ij->i", block, block)
     if not (norms < np.finfo(X.dtype).max).all():
         row = int((norms < np.finfo(X.dtype).max).argmin())
         raise InputError(
@@ -253,10 +251,9 @@ class _Search:
         can wait. Rows come sorted by `seen`; comparing a row with a pick twice does no harm.
         """
         last = len(self.indices)
-        for begin in range(0, len(level.ids), ROWS):
-            rows = np.arange(begin, min(begin + ROWS, len(level.ids)))
-            X, norms = level.X[begin : begin + ROWS], level.norms[begin : begin + ROWS]
-            first = int(level.seen[begin])
+        for block in row_blocks(len(level.ids)):
+            X, norms = level.X[block], level.norms[block]
+            rows, first = block.start + np.arange(len(X)), int(level.seen[block.start])
             while first < last and len(rows):
                 # Two near-equal halves rather than a full product and a sliver.
                 until = last if last - first < 1.5 * _PICKS else first + _PICKS
@@ -302,7 +299,7 @@ class _Search:
             return d2
         expanded = norms[rows, None] + 2.0 * halves[rows]
         row, pick = np.nonzero(expanded <= inaccurate[rows, None])
-        step = max(1, ROWS * _PICKS // X.shape[1])
+        step = max(1, _PAIRS // X.shape[1])
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
             difference = np.subtract(X[rows[i]], self.rows[first + j], dtype=np.float64)
