@@ -201,14 +201,6 @@ def test_many_points_are_fitted_to_the_same_maximum(monkeypatch):
     assert fast.parameters() == pytest.approx(again.parameters(), rel=1e-3)
 
 
-@pytest.mark.parametrize("c", [3, 5, 16, 64])
-@pytest.mark.parametrize("method", ["student", "shrinkage"])
-def test_alpha_is_recovered_without_bias_however_few_members(method, c):
-    found = [calibrate(*synthetic(seed, c=c), method=method).alpha for seed in range(8)]
-    error = np.std(found, ddof=1) / np.sqrt(len(found))
-    assert abs(np.mean(found) - 2.0) < max(4 * error, 0.02)
-
-
 @pytest.mark.parametrize("method", ["linear", "power", "student", "shrinkage"])
 def test_out_of_bag_fits_of_the_paper_require_five_absences(method):
     # Members saw three points of four: c is 4 on average.

@@ -278,9 +278,7 @@ def test_the_noise_is_selected_by_some_rows_left_out_of_all():
     sums, kept, _ = problem()
     grid, some = np.geomspace(1e-2, 1e2, 5), np.arange(3, 60, 7)
     total, z, w = sums.total("energy").combined(np.eye(4)[:, :1]), kept.y[:, 0], kept.weight
-    found = select_noise(
-        kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total, max_rows=100
-    )
+    found = select_noise(kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total)
     for noise, score in zip(grid, found.scores, strict=True):
         errors = []
         for i in some:
@@ -352,14 +350,14 @@ def test_committee_is_the_oracle_s():
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 2**31), st.integers(2, 5))
-def test_out_of_bag_prediction_is_the_oracle_s(seed, min_absent):
+@given(st.integers(0, 2**31))
+def test_out_of_bag_prediction_is_the_oracle_s(seed):
     rng = np.random.default_rng(seed)
     members = rng.normal(size=(12, 2, 6))
     absent = rng.random((12, 6)) < 0.5
-    result = out_of_bag_prediction(members, absent, min_absent=min_absent)
+    result = out_of_bag_prediction(members, absent)
     for t in range(2):
-        expected = oracle.out_of_bag_prediction(members[:, t], absent, min_absent)
+        expected = oracle.out_of_bag_prediction(members[:, t], absent, 3)
         assert [row[0] for row in expected] == list(np.flatnonzero(result.used))
         for k, (_, mean, std, n_absent) in enumerate(expected):
             assert result.mean[k, t] == pytest.approx(mean)
@@ -400,12 +398,6 @@ def test_groups_that_share_a_point_are_joined():
         ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 2])),
         ("members", lambda: ensemble_mean_std(np.ones((3, 1)))),
         ("absent", lambda: out_of_bag_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),
-        (
-            "min_absent",
-            lambda: out_of_bag_prediction(
-                np.ones((3, 4)), np.ones((3, 4), dtype=bool), min_absent=1
-            ),
-        ),
     ],
 )
 def test_bad_input_of_resampling(parameter, call):

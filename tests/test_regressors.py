@@ -411,6 +411,11 @@ def test_unsuitable_kernels_are_reported(model, X):
         ("subsample", {"subsample": 1.5}),
         ("replace", {"replace": "yes"}),
         ("calibration", {"calibration": "magic"}),
+        ("centre", {"centre": "best"}),
+        ("centre", {"centre": 1.5}),
+        ("centre", {"centre": -0.1}),
+        ("n_posterior", {"n_posterior": 1}),
+        ("n_posterior", {"n_posterior": -2}),
     ],
 )
 def test_bad_parameters(parameter, settings):

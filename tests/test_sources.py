@@ -71,7 +71,7 @@ def test_alpha_is_recovered_for_any_share_of_the_ensemble_mean(centre, c, method
     data = synthetic_ensemble(np.random.default_rng(c), 20_000, c, centre, 1.7)
     fitted = fit_calibration(data, method)
     # A standard error of about 1/√(2n), more where ŝ is of two degrees of freedom.
-    assert fitted.alpha == pytest.approx(1.7, rel=0.05)
+    assert fitted.alpha == pytest.approx(1.7, rel=0.03)
     assert fitted.centre == centre
 
 
@@ -229,6 +229,7 @@ def three_sources(rng, n=20_000, c=12, coefficients=(1.5, 2.0, 0.5, 0.1)):
 def test_coefficients_of_all_sources_are_recovered():
     data, sigma = three_sources(np.random.default_rng(3))
     found = SourcesCalibration.fit(data)
+    assert build_calibration("sources", found.parameters()) == found
     assert found.posterior == pytest.approx(2.0, rel=0.1)
     assert found.novelty == pytest.approx(0.5, rel=0.1)
     assert found.floor == pytest.approx(0.1, rel=0.1)
@@ -272,11 +273,8 @@ def test_members_have_the_calibrated_variance_and_keep_their_covariance():
     np.testing.assert_allclose(found.mean, 3.0, rtol=1e-12)
     s, p = (ensemble_mean_std(part)[1] for part in (raw[:, :8], raw[:, 8:]))
     np.testing.assert_allclose(found.std, calibration.std(s, 8, p, n_posterior=16), rtol=1e-10)
-    own = source_members(calibration, raw)
-    covariance = 1.2**2 * np.cov(raw[:, :8]) + 0.7**2 * np.cov(raw[:, 8:])
-    np.testing.assert_allclose(np.cov(own), covariance, rtol=1e-9, atol=1e-12)
-    correlations = np.corrcoef(found.members)
-    np.testing.assert_allclose(correlations, np.corrcoef(own), atol=1e-9)
+    correlations = np.corrcoef(source_members(calibration, raw))
+    np.testing.assert_allclose(np.corrcoef(found.members), correlations, atol=1e-9)
 
 
 def test_vectors_are_scaled_as_a_whole():
@@ -398,13 +396,6 @@ def test_posterior_deviations_that_are_nearly_equal():
     p = 1e-3 * (1 + 1e-6 * np.random.default_rng(3).normal(size=30))
     found = SourcesCalibration.fit(replace(data, posterior_std=p))
     assert found.log_std_slope == 0.0
-    assert build_calibration("sources", found.parameters()) == found
-
-
-def test_the_calibration_is_built_again_from_its_parameters():
-    data, _ = three_sources(np.random.default_rng(9), 500)
-    found = SourcesCalibration.fit(data)
-    assert build_calibration("sources", found.parameters()) == found
 
 
 # --- estimators ---
@@ -451,27 +442,9 @@ def test_members_of_an_estimator_have_the_prediction_as_their_mean():
     model = ProjectedProcessRegressor("rbf", random_state=0).fit(X, y)
     found = model.predict_ensemble(X)
     np.testing.assert_allclose(found.members.mean(axis=-1), model.predict(X), atol=1e-10)
-    blend = (1 - model.centre_) * model.pp_mean(X)
     full = ProjectedProcessRegressor("rbf", centre="full", random_state=0).fit(X, y)
     np.testing.assert_allclose(full.predict(X), model.pp_mean(X), atol=1e-9)
     assert 0 <= model.centre_ <= 1
-    assert np.all(np.isfinite(blend))
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value"),
-    [
-        ("centre", "best"),
-        ("centre", 1.5),
-        ("centre", -0.1),
-        ("n_posterior", 1),
-        ("n_posterior", -2),
-    ],
-)
-def test_bad_parameters_of_an_estimator(parameter, value):
-    X, y = noisy_function(np.random.default_rng(0), 20)
-    with rejects(parameter):
-        ProjectedProcessRegressor("rbf", **{parameter: value}).fit(X, y)
 
 
 # --- intervals ---

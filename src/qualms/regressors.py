@@ -449,8 +449,8 @@ def training_set(
             f"`sample_weight` has {counted(len(rows), 'positive weight')}; at least 2 are needed.",
             parameter="sample_weight",
         )
-    kept = X if len(rows) == n else take_rows(X, rows)
-    points = _distinct_rows_of(kept)
+    X = X if len(rows) == n else take_rows(X, rows)
+    points = _distinct_rows_of(X)
     targets = np.asarray(y, dtype=np.float64).reshape(n, -1)[rows]
     constant = np.flatnonzero(np.ptp(targets, axis=0) == 0)
     if constant.size:
@@ -460,7 +460,7 @@ def training_set(
     if groups is not None:
         joined = joined_groups(points.inverse, group_codes(groups, n)[rows])
     return TrainingRows(
-        rows, kept, targets, weight[rows], points.inverse, points.first, joined, single_output
+        rows, X, targets, weight[rows], points.inverse, points.first, joined, single_output
     )
 
 

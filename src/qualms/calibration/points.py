@@ -105,7 +105,7 @@ class CalibrationData:
         return n_effective(np.bincount(self.codes, self.weights))
 
     def some(self, chosen: BoolArray) -> CalibrationData:
-        """Return some of the points."""
+        """Return the chosen points (n,)."""
         return _with_arrays(self, lambda values: values[chosen])
 
     def divided(self, factors: Float64Array) -> CalibrationData:
@@ -176,7 +176,7 @@ class FullModelData:
         return _with_arrays(self, lambda values: values * factor)
 
     def some(self, chosen: BoolArray | IntArray) -> FullModelData:
-        """Return some of the points."""
+        """Return the chosen points: a mask (n,), or their places."""
         return _with_arrays(self, lambda values: values[chosen])
 
 

@@ -345,10 +345,10 @@ class OutOfBagPrediction(NamedTuple):
     n_absent: IntArray
 
 
-def out_of_bag_prediction(
-    members: FloatArray, absent: BoolArray, *, min_absent: int = MIN_ABSENT
-) -> OutOfBagPrediction:
+def out_of_bag_prediction(members: FloatArray, absent: BoolArray) -> OutOfBagPrediction:
     """Average each point over its out-of-bag members. Eqs. (10) and (11), Musil et al. 2019.
+
+    Points absent from fewer than three members are left out.
 
     Parameters
     ----------
@@ -356,8 +356,6 @@ def out_of_bag_prediction(
         Predictions of the training points by all members.
     absent : (N, N_R) array of bool
         Whether the training set of the member lacks the point.
-    min_absent : int
-        Points absent from fewer members are left out; at least 2.
     """
     members = np.asarray(members, dtype=np.float64)
     absent = np.asarray(absent, dtype=bool)
@@ -367,13 +365,8 @@ def out_of_bag_prediction(
             f"{(len(members), members.shape[-1])}.",
             parameter="absent",
         )
-    if min_absent < 2:
-        raise InputError(
-            f"`min_absent` is {min_absent}; a standard deviation needs at least 2 members.",
-            parameter="min_absent",
-        )
     n_absent = absent.sum(axis=1)
-    used = n_absent >= min_absent
+    used = n_absent >= MIN_ABSENT
     values, mask, c = members[used], absent[used], n_absent[used]
     if members.ndim == 3:
         mask, c = mask[:, None], c[:, None]
@@ -598,9 +591,9 @@ def fit_rows(
     groups = np.arange(n) if groups is None else groups
     exact = np.asarray(Phi, dtype=np.float64)
     columns = np.column_stack([y - mean, np.ones(n)])
-    kept = KeptRows(exact, columns, {"y": np.arange(n)}, groups, draw, np.ones(n))
+    rows = KeptRows(exact, columns, {"y": np.arange(n)}, groups, draw, np.ones(n))
     sums = BlockSums({"y": [sum_rows(exact, columns)]})
-    return fit_full_model(kept, sums, {"y": noise}, mean=np.array([mean])), mean
+    return fit_full_model(rows, sums, {"y": noise}, mean=np.array([mean])), mean
 
 
 def fit_members(

@@ -68,12 +68,11 @@ def select_noise(
     sample_weight: FloatArray | None = None,
     sums: RowSums | None = None,
     groups: IntArray | None = None,
-    max_rows: int = 4096,
 ) -> NoiseSelection:
     """Choose the σ² of a projected process that has the smallest mean absolute error.
 
-    The errors are leave-one-out residuals. Absolute, not squared: a single molecule that nothing
-    resembles would otherwise outweigh thousands of others.
+    The errors are leave-one-out residuals, of some 4000 rows, evenly spaced. Absolute, not squared:
+    a single molecule that nothing resembles would otherwise outweigh thousands of others.
 
     Parameters
     ----------
@@ -89,8 +88,6 @@ def select_noise(
         Sums over all rows and outputs, if Φ is a sample of them, or if they are known already.
     groups : (N,) array of int, optional
         Rows that are left out together, such as atoms of one crystal.
-    max_rows : int
-        Leave-one-out residuals are averaged over at most so many rows, evenly spaced.
     """
     tried = np.asarray(grid, dtype=np.float64)
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
@@ -102,7 +99,7 @@ def select_noise(
     sums = sum_rows(Phi, Y, sample_weight) if sums is None else sums
     gram, moment = sums.gram, sums.moment
     together = groups is not None and len(np.unique(groups)) < len(Y)
-    parts = _left_out(len(Y), groups if together else None, max_rows)
+    parts = _left_out(len(Y), groups if together else None)
     residuals_of = _group_residuals if together else _row_residuals
 
     def loo(basis: _Basis) -> Float64Array:
@@ -148,7 +145,7 @@ def _search(
         if i not in scores:
             shifted = gram.copy(order="F")
             shifted.flat[:: len(shifted) + 1] += grid[i]
-            L = cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True)
+            L = cholesky(shifted)
             basis = _Basis(lambda rows: cholesky_whiten(L, rows.T).T, np.ones((len(L), 1)))
             scores[i] = float(score(basis)[0])
         return scores[i]
@@ -168,7 +165,7 @@ def _search(
     return grid[tried], np.array([scores[i] for i in tried])
 
 
-def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
+def _left_out(n: int, groups: IntArray | None, max_rows: int = 4096) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
     if groups is None:
         rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
@@ -232,7 +229,7 @@ class _Sums(NamedTuple):
         ratios = variances[0] / np.array(variances)
         A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
         A[np.diag_indices_from(A)] += variances[0] / prior
-        factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
+        factor = cholesky(A)
         return cholesky_solve(factor, ratios @ self.projections)
 
 

@@ -81,7 +81,7 @@ class Whitening:
         return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
 
     def own_share(self, Phi: FloatArray, groups: IntArray, owners: IntArray) -> Float64Array:
-        """Return what only the representatives of its group describe of each row (n, r): (n,).
+        """Return the prior variance (n,) of rows that only representatives of their group explain.
 
         Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
         them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
@@ -216,7 +216,7 @@ def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedPr
     check_noise_variance(noise_variance)
     A = sums.gram.T  # a new symmetric array; in Fortran order LAPACK can overwrite it
     A[np.diag_indices_from(A)] += noise_variance
-    factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
+    factor = cholesky(A)
     return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
 
 
@@ -426,24 +426,18 @@ def posterior_deviations(
     return np.asarray(deviations * model.noise_variance**0.5)
 
 
-def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
-    """Return the lower Cholesky factor of a symmetric matrix, or raise a `NumericalError`.
+def cholesky(A: Float64Array) -> Float64Array:
+    """Return the lower Cholesky factor of A = ΦᵀΦ + σ², or raise a `NumericalError`.
 
-    Parameters
-    ----------
-    A : (n, n) array
-    what : str
-        Name of A in the error.
-    overwrite : bool
-        Whether A, if it is in Fortran order, may be overwritten.
+    A is overwritten if it is in Fortran order.
     """
     try:
         factor: Float64Array = scipy.linalg.cholesky(
-            A, lower=True, overwrite_a=overwrite, check_finite=False
+            A, lower=True, overwrite_a=True, check_finite=False
         )
     except scipy.linalg.LinAlgError as error:
         raise NumericalError(
-            f"{what} is not positive definite to rounding ({error}). "
+            f"ΦᵀΦ + σ² is not positive definite to rounding ({error}). "
             "Increase noise_variance, or scale the features."
         ) from error
     return factor
