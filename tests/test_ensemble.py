@@ -25,7 +25,7 @@ from qualms.gp.ensemble import (
     with_points,
 )
 from qualms.gp.noise import select_noise
-from qualms.gp.sparse_gp import fit_projected_process
+from qualms.gp.sparse_gp import solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, sum_rows, weighted_sum
 
 # --- sums ---
@@ -278,14 +278,12 @@ def test_the_noise_is_selected_by_some_rows_left_out_of_all():
     sums, kept, _ = problem()
     grid, some = np.geomspace(1e-2, 1e2, 5), np.arange(3, 60, 7)
     total, z, w = sums.total("energy").combined(np.eye(4)[:, :1]), kept.y[:, 0], kept.weight
-    found = select_noise(
-        kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total, max_rows=100
-    )
+    found = select_noise(kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total)
     for noise, score in zip(grid, found.scores, strict=True):
         errors = []
         for i in some:
             rest = np.delete(np.arange(60), i)
-            model = fit_projected_process(kept.Phi[rest], z[rest], noise, sample_weight=w[rest])
+            model = solve_projected_process(sum_rows(kept.Phi[rest], z[rest], w[rest]), noise)
             errors.append(w[i] * abs(z[i] - model.mean(kept.Phi[[i]])[0, 0]))
         assert score == pytest.approx(sum(errors) / w[some].sum(), rel=1e-9)
 
@@ -296,7 +294,9 @@ def test_rows_of_one_block():
     full, mean = fit_rows(Phi, y, 0.1)
     assert mean == pytest.approx(y.mean())
     noise = 0.1 / np.var(y)
-    expected = fit_projected_process(Phi, (y - mean) / np.std(y), noise).weights * np.std(y)
+    expected = solve_projected_process(
+        sum_rows(Phi, (y - mean) / np.std(y)), noise
+    ).weights * np.std(y)
     np.testing.assert_allclose(full.weights, expected, rtol=1e-9)
     assert fit_rows(Phi, y, 0.1, center=False)[1] == 0.0
 
@@ -350,14 +350,14 @@ def test_committee_is_the_oracle_s():
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 2**31), st.integers(2, 5))
-def test_out_of_bag_prediction_is_the_oracle_s(seed, min_absent):
+@given(st.integers(0, 2**31))
+def test_out_of_bag_prediction_is_the_oracle_s(seed):
     rng = np.random.default_rng(seed)
     members = rng.normal(size=(12, 2, 6))
     absent = rng.random((12, 6)) < 0.5
-    result = out_of_bag_prediction(members, absent, min_absent=min_absent)
+    result = out_of_bag_prediction(members, absent)
     for t in range(2):
-        expected = oracle.out_of_bag_prediction(members[:, t], absent, min_absent)
+        expected = oracle.out_of_bag_prediction(members[:, t], absent, 3)
         assert [row[0] for row in expected] == list(np.flatnonzero(result.used))
         for k, (_, mean, std, n_absent) in enumerate(expected):
             assert result.mean[k, t] == pytest.approx(mean)
@@ -398,12 +398,6 @@ def test_groups_that_share_a_point_are_joined():
         ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 2])),
         ("members", lambda: ensemble_mean_std(np.ones((3, 1)))),
         ("absent", lambda: out_of_bag_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),
-        (
-            "min_absent",
-            lambda: out_of_bag_prediction(
-                np.ones((3, 4)), np.ones((3, 4), dtype=bool), min_absent=1
-            ),
-        ),
     ],
 )
 def test_bad_input_of_resampling(parameter, call):

@@ -5,7 +5,6 @@ import math
 import sys
 
 import numpy as np
-import oracle
 import pytest
 from ase import Atoms
 from ase.build import bulk, molecule
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms.atomistic.kernel_rows import Basis, select_representatives, structure_novelty
-from qualms.atomistic.settings import make_settings
+from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.features.base import (
     Problem,
     Representation,
@@ -659,21 +657,3 @@ def test_kernel_rows_are_averages_and_novelty_is_the_distance_to_the_nearest(dty
     np.testing.assert_allclose(novelty, np.clip(1 - similarity.max(axis=1), 0, 1), atol=1e-5)
     np.testing.assert_allclose(by_atom.environment_rows(X), 3.0 * K, atol=1e-5)
     np.testing.assert_allclose(by_atom.prior_variance(X, offsets), 3 * scaling**4, rtol=1e-5)
-
-
-# --- selection of representatives ---
-
-
-@pytest.mark.parametrize("selection", ["fps", "cur", "random"])
-def test_representatives_are_different_environments(selection):
-    rng = np.random.default_rng(3)
-    X = normalize_rows(rng.gamma(0.5, size=(400, 12)).astype(np.float32))
-    chosen = make_settings({"target": "e", "n_representatives": 40, "selection": selection})
-    counts = []
-    picks = select_representatives(X, PowerKernel(2.0), chosen, rng, counts.append)
-    assert len(set(picks.tolist())) == len(picks) == 40
-    assert counts == sorted(counts)
-    if selection == "fps":
-        assert picks.tolist() == oracle.farthest_points(X, 40)[0]
-    few = select_representatives(X[:30], PowerKernel(2.0), chosen, rng)
-    assert sorted(few.tolist()) == [*range(30)]

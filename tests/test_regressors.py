@@ -329,7 +329,7 @@ def test_novelty_is_that_of_a_model_without_the_group_s_representatives():
     model = small(n_representatives=30, kernel="rbf", length_scale=0.7, n_members=0).fit(X, Y)
     basis, groups = model.basis_, np.arange(len(X)) // 40
     owners = groups[model.representative_indices_]
-    Phi, k_xx = basis.features(X), basis.prior_variance(X)
+    Phi, k_xx = basis.features(X)
     found = k_xx - np.sum(Phi**2, axis=1) + basis.whitening.own_share(Phi, groups, owners)
     for group in np.unique(groups):
         others = basis.representatives[owners != group]
@@ -411,6 +411,11 @@ def test_unsuitable_kernels_are_reported(model, X):
         ("subsample", {"subsample": 1.5}),
         ("replace", {"replace": "yes"}),
         ("calibration", {"calibration": "magic"}),
+        ("centre", {"centre": "best"}),
+        ("centre", {"centre": 1.5}),
+        ("centre", {"centre": -0.1}),
+        ("n_posterior", {"n_posterior": 1}),
+        ("n_posterior", {"n_posterior": -2}),
     ],
 )
 def test_bad_parameters(parameter, settings):

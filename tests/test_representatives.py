@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qualms.gp import representatives as farthest
-from qualms.gp.representatives import cur, cur_from_kernel, farthest_points
+from qualms.gp.kernels import PowerKernel, normalize_rows
+from qualms.gp.representatives import cur, farthest_points, select_representatives
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -31,7 +32,7 @@ def tiny_pools(monkeypatch):
     """Many levels, many rounds and many partial updates, on few points."""
     monkeypatch.setattr(farthest, "_POOL_FRACTION", 4)
     monkeypatch.setattr(farthest, "_LOOP_SIZE", 8)
-    monkeypatch.setattr(farthest, "ROWS", 16)
+    monkeypatch.setattr("qualms.arrays.BLOCK", 16)
     monkeypatch.setattr(farthest, "_PICKS", 5)
 
 
@@ -122,46 +123,51 @@ def test_cur_in_a_fixed_space_picks_the_pivots_of_a_qr_factorisation(seed, shape
     n = min(shape) // 2
     U = np.linalg.svd(X)[0][:, :n]
     pivots = scipy.linalg.qr(U.T, pivoting=True)[2]
-    for picks in (cur(X, n), cur_from_kernel(X @ X.T, n)):
-        np.testing.assert_array_equal(picks, pivots[:n])
+    np.testing.assert_array_equal(cur(X @ X.T, n), pivots[:n])
 
 
 def test_cur_stops_when_the_rank_is_exhausted():
     rng = np.random.default_rng(23)
     X = rng.normal(size=(60, 4)) @ rng.normal(size=(4, 20))
-    for picks in (cur(X, 60), cur_from_kernel(X @ X.T, 60)):
-        assert len(picks) == len(set(picks)) == 4
+    picks = cur(X @ X.T, 60)
+    assert len(picks) == len(set(picks)) == 4
     residual = X - X @ np.linalg.pinv(X[picks]) @ X[picks]
     assert np.abs(residual).max() < 1e-9
 
 
-def test_cur_takes_the_first_of_equal_rows():
-    X = np.random.default_rng(24).normal(size=(30, 8))
-    picks = cur(np.concatenate([X, X, X]), 8)
-    assert (picks < 30).all()
-    np.testing.assert_array_equal(picks, cur(X, 8))
+@pytest.mark.parametrize("selection", ["fps", "cur", "random"])
+def test_representatives_are_different_points(selection):
+    rng = np.random.default_rng(3)
+    X = normalize_rows(rng.gamma(0.5, size=(400, 12)).astype(np.float32))
+    counts = []
+    picks = select_representatives(X, 40, selection, PowerKernel(2.0), rng, counts.append)
+    assert len(set(picks.tolist())) == len(picks) == 40
+    assert counts == sorted(counts)
+    if selection == "fps":
+        assert picks.tolist() == oracle.farthest_points(X, 40)[0]
+    few = select_representatives(X[:30], 40, selection, PowerKernel(2.0), rng)
+    assert sorted(few.tolist()) == [*range(30)]
 
 
 GOOD = np.arange(12.0).reshape(4, 3)
 KERNEL = GOOD @ GOOD.T
 
 
-@pytest.mark.parametrize("select", [farthest_points, cur])
 @pytest.mark.parametrize(
     "X", [np.where(GOOD == 5, np.nan, GOOD), GOOD[0], GOOD[:0], GOOD[:, :0], np.array([["a"]])]
 )
-def test_bad_features(select, X):
+def test_bad_features(X):
     with rejects("X"):
-        select(X, 1)
+        farthest_points(X, 1)
 
 
 @pytest.mark.parametrize("K", [GOOD, np.full((3, 3), np.nan)])
 def test_bad_kernels(K):
     with rejects("K"):
-        cur_from_kernel(K, 1)
+        cur(K, 1)
 
 
-@pytest.mark.parametrize("select", [farthest_points, cur, cur_from_kernel])
+@pytest.mark.parametrize("select", [farthest_points, cur])
 @pytest.mark.parametrize("n", [0, 5])
 def test_bad_counts(select, n):
     with rejects("n"):

@@ -43,11 +43,12 @@ from qualms.errors import CalibrationError
 from qualms.gp.ensemble import Residuals, centred, ensemble_mean_std, fit_centre
 from qualms.gp.kernels import PowerKernel, normalize_rows
 from qualms.gp.sparse_gp import (
-    fit_projected_process,
     leave_out,
     posterior_deviations,
+    solve_projected_process,
     whiten,
 )
+from qualms.gp.sums import sum_rows
 from qualms.progress import Stages
 
 
@@ -70,7 +71,7 @@ def test_alpha_is_recovered_for_any_share_of_the_ensemble_mean(centre, c, method
     data = synthetic_ensemble(np.random.default_rng(c), 20_000, c, centre, 1.7)
     fitted = fit_calibration(data, method)
     # A standard error of about 1/√(2n), more where ŝ is of two degrees of freedom.
-    assert fitted.alpha == pytest.approx(1.7, rel=0.05)
+    assert fitted.alpha == pytest.approx(1.7, rel=0.03)
     assert fitted.centre == centre
 
 
@@ -136,7 +137,7 @@ def test_rows_left_out_have_the_variance_of_a_model_without_them(weighted):
     rng = np.random.default_rng(1)
     Phi, y, groups = rng.normal(size=(30, 6)), rng.normal(size=30), rng.integers(8, size=30)
     weight = rng.random(30) + 0.5 if weighted else np.ones(30)
-    model = fit_projected_process(Phi, y, 0.3, sample_weight=weight)
+    model = solve_projected_process(sum_rows(Phi, y, weight), 0.3)
     found = leave_out(model, Phi, y, sample_weight=weight, groups=groups)
     alone = leave_out(model, Phi, y, sample_weight=weight)
     for i in range(30):
@@ -159,7 +160,7 @@ def test_representatives_of_a_point_can_be_left_out_with_it(groups):
     whitening = whiten(kernel(X[representatives], X[representatives]))
     points = representatives[whitening.pivots]
     Phi = whitening.features(kernel(X, X[points]))
-    model = fit_projected_process(Phi, y, noise)
+    model = solve_projected_process(sum_rows(Phi, y), noise)
     U = np.linalg.inv(whitening.factor)
     own = {g: U[:, groups[points] == g] for g in np.unique(groups[points])}
     found = leave_out(model, Phi, y, groups=groups, group_columns=own)
@@ -193,7 +194,7 @@ def test_a_kernel_of_low_rank_loses_nothing_with_a_representative():
 def test_posterior_members_have_the_posterior_covariance():
     rng = np.random.default_rng(2)
     Phi, y = rng.normal(size=(30, 4)), rng.normal(size=30)
-    model = fit_projected_process(Phi, y, 0.3)
+    model = solve_projected_process(sum_rows(Phi, y), 0.3)
     drawn = posterior_deviations(model, 20_000, rng, np.arange(4))
     np.testing.assert_allclose(drawn.mean(axis=1), 0, atol=1e-12)
     expected = 0.3 * np.linalg.inv(Phi.T @ Phi + 0.3 * np.eye(4))
@@ -208,7 +209,7 @@ def test_posterior_members_do_not_depend_on_the_order_of_independent_representat
     pivots, swapped = np.array([6, 1, 3, 2, 0]), np.array([6, 3, 1, 2, 0])
     drawn = {}
     for name, order, columns in (("a", pivots, slice(None)), ("b", swapped, [0, 2, 1, 3, 4])):
-        model = fit_projected_process(Phi[:, columns], y, 0.3)
+        model = solve_projected_process(sum_rows(Phi[:, columns], y), 0.3)
         drawn[name] = posterior_deviations(model, 8, np.random.default_rng(5), order)
     np.testing.assert_allclose(drawn["b"], drawn["a"][[0, 2, 1, 3, 4]], atol=1e-12)
 
@@ -228,6 +229,7 @@ def three_sources(rng, n=20_000, c=12, coefficients=(1.5, 2.0, 0.5, 0.1)):
 def test_coefficients_of_all_sources_are_recovered():
     data, sigma = three_sources(np.random.default_rng(3))
     found = SourcesCalibration.fit(data)
+    assert build_calibration("sources", found.parameters()) == found
     assert found.posterior == pytest.approx(2.0, rel=0.1)
     assert found.novelty == pytest.approx(0.5, rel=0.1)
     assert found.floor == pytest.approx(0.1, rel=0.1)
@@ -271,11 +273,8 @@ def test_members_have_the_calibrated_variance_and_keep_their_covariance():
     np.testing.assert_allclose(found.mean, 3.0, rtol=1e-12)
     s, p = (ensemble_mean_std(part)[1] for part in (raw[:, :8], raw[:, 8:]))
     np.testing.assert_allclose(found.std, calibration.std(s, 8, p, n_posterior=16), rtol=1e-10)
-    own = source_members(calibration, raw)
-    covariance = 1.2**2 * np.cov(raw[:, :8]) + 0.7**2 * np.cov(raw[:, 8:])
-    np.testing.assert_allclose(np.cov(own), covariance, rtol=1e-9, atol=1e-12)
-    correlations = np.corrcoef(found.members)
-    np.testing.assert_allclose(correlations, np.corrcoef(own), atol=1e-9)
+    correlations = np.corrcoef(source_members(calibration, raw))
+    np.testing.assert_allclose(np.corrcoef(found.members), correlations, atol=1e-9)
 
 
 def test_vectors_are_scaled_as_a_whole():
@@ -397,13 +396,6 @@ def test_posterior_deviations_that_are_nearly_equal():
     p = 1e-3 * (1 + 1e-6 * np.random.default_rng(3).normal(size=30))
     found = SourcesCalibration.fit(replace(data, posterior_std=p))
     assert found.log_std_slope == 0.0
-    assert build_calibration("sources", found.parameters()) == found
-
-
-def test_the_calibration_is_built_again_from_its_parameters():
-    data, _ = three_sources(np.random.default_rng(9), 500)
-    found = SourcesCalibration.fit(data)
-    assert build_calibration("sources", found.parameters()) == found
 
 
 # --- estimators ---
@@ -450,27 +442,9 @@ def test_members_of_an_estimator_have_the_prediction_as_their_mean():
     model = ProjectedProcessRegressor("rbf", random_state=0).fit(X, y)
     found = model.predict_ensemble(X)
     np.testing.assert_allclose(found.members.mean(axis=-1), model.predict(X), atol=1e-10)
-    blend = (1 - model.centre_) * model.pp_mean(X)
     full = ProjectedProcessRegressor("rbf", centre="full", random_state=0).fit(X, y)
     np.testing.assert_allclose(full.predict(X), model.pp_mean(X), atol=1e-9)
     assert 0 <= model.centre_ <= 1
-    assert np.all(np.isfinite(blend))
-
-
-@pytest.mark.parametrize(
-    ("parameter", "value"),
-    [
-        ("centre", "best"),
-        ("centre", 1.5),
-        ("centre", -0.1),
-        ("n_posterior", 1),
-        ("n_posterior", -2),
-    ],
-)
-def test_bad_parameters_of_an_estimator(parameter, value):
-    X, y = noisy_function(np.random.default_rng(0), 20)
-    with rejects(parameter):
-        ProjectedProcessRegressor("rbf", **{parameter: value}).fit(X, y)
 
 
 # --- intervals ---

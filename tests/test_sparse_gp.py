@@ -6,15 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qualms.errors import NumericalError, QualmsWarning
-from qualms.gp import sparse_gp as projected_process
 from qualms.gp.kernels import PowerKernel, normalize_rows
 from qualms.gp.sparse_gp import (
     cholesky,
-    fit_gaussian_process,
-    fit_projected_process,
     leave_out,
     novelty_variance,
     posterior_variance,
+    solve_projected_process,
     whiten,
 )
 from qualms.gp.sums import sum_rows
@@ -36,28 +34,17 @@ def basis(m):
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_exact_gp_is_the_oracle_s(weight):
-    noise = NOISE / (np.ones(N) if weight is None else weight)
-    K_XN = KERNEL(X_NEW, X)
-    mean, covariance = oracle.exact_gp(KERNEL(X, X), K_XN, KERNEL(X_NEW, X_NEW), Y, noise)
-    model = fit_gaussian_process(KERNEL(X, X), Y, NOISE, sample_weight=weight)
-    np.testing.assert_allclose(model.mean(K_XN)[:, 0], mean, rtol=1e-9)
-    variance = model.variance(K_XN, KERNEL.diag(X_NEW))
-    np.testing.assert_allclose(variance, np.diag(covariance) + NOISE, rtol=1e-8)
-
-
-@pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize("block", [4, 4096])
 def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
-    monkeypatch.setattr(projected_process, "_BLOCK", block)
+    monkeypatch.setattr("qualms.arrays.BLOCK", block)
     Phi, _ = basis(M)
     groups = np.random.default_rng(0).integers(7, size=N)
-    model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
+    model = solve_projected_process(sum_rows(Phi, Y, weight), NOISE)
     found = leave_out(model, Phi, Y, sample_weight=weight, groups=groups).residuals[:, 0]
     for group in np.unique(groups):
         kept, out = groups != group, groups == group
         some = None if weight is None else weight[kept]
-        less = fit_projected_process(Phi[kept], Y[kept], NOISE, sample_weight=some)
+        less = solve_projected_process(sum_rows(Phi[kept], Y[kept], some), NOISE)
         np.testing.assert_allclose(found[out], Y[out] - less.mean(Phi[out])[:, 0], rtol=1e-9)
     alone = leave_out(model, Phi, Y, sample_weight=weight, groups=np.arange(N)).residuals
     np.testing.assert_array_equal(alone, leave_out(model, Phi, Y, sample_weight=weight).residuals)
@@ -66,7 +53,7 @@ def test_rows_can_be_left_out_in_groups(weight, block, monkeypatch):
 def test_the_gram_matrix_of_weighted_rows_is_summed_in_blocks(monkeypatch):
     random = np.random.default_rng(7)
     Phi, weight = random.normal(size=(50, 4)), random.random(50)
-    monkeypatch.setattr("qualms.gp.sums._BLOCK", 7)
+    monkeypatch.setattr("qualms.arrays.BLOCK", 7)
     gram = sum_rows(Phi, np.ones(50), weight).gram
     np.testing.assert_allclose(gram, Phi.T @ np.diag(weight) @ Phi, atol=1e-12)
 
@@ -78,7 +65,7 @@ def test_projected_process_is_the_oracle_s(weight):
     mean, covariance = oracle.projected_process(
         K_MM, K_NM, K_XM, KERNEL(X_NEW, X_NEW), Y, NOISE, weight
     )
-    model = fit_projected_process(Phi, Y, NOISE, sample_weight=weight)
+    model = solve_projected_process(sum_rows(Phi, Y, weight), NOISE)
     np.testing.assert_allclose(model.mean(Phi_new)[:, 0], mean, rtol=1e-7)
     variance = model.variance(Phi_new, KERNEL.diag(X_NEW))
     np.testing.assert_allclose(variance, np.diag(covariance) + NOISE, rtol=1e-7)
@@ -95,18 +82,18 @@ def test_projected_process_is_the_oracle_s(weight):
     )
 
 
-def test_with_all_points_as_representatives_it_is_exact():
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_with_all_points_as_representatives_it_is_exact(weight):
+    """Eqs. (1) and (2)."""
     Phi, Phi_new = basis(N)
     assert Phi.shape[1] == N
-    exact = fit_gaussian_process(KERNEL(X, X), Y, NOISE)
-    projected = fit_projected_process(Phi, Y, NOISE)
-    K_XN = KERNEL(X_NEW, X)
-    np.testing.assert_allclose(projected.mean(Phi_new), exact.mean(K_XN), rtol=1e-7)
-    np.testing.assert_allclose(
-        projected.variance(Phi_new, KERNEL.diag(X_NEW)),
-        exact.variance(K_XN, KERNEL.diag(X_NEW)),
-        rtol=1e-7,
-    )
+    noise = NOISE / (np.ones(N) if weight is None else weight)
+    K_XN, K_XX = KERNEL(X_NEW, X), KERNEL(X_NEW, X_NEW)
+    mean, covariance = oracle.exact_gp(KERNEL(X, X), K_XN, K_XX, Y, noise)
+    projected = solve_projected_process(sum_rows(Phi, Y, weight), NOISE)
+    np.testing.assert_allclose(projected.mean(Phi_new)[:, 0], mean, rtol=1e-7)
+    variance = projected.variance(Phi_new, KERNEL.diag(X_NEW))
+    np.testing.assert_allclose(variance, np.diag(covariance) + NOISE, rtol=1e-7)
 
 
 @given(st.integers(0, 2**31), st.integers(2, 6), st.sampled_from([1e-12, 1e-6, 1.0]))
@@ -116,7 +103,7 @@ def test_variances_are_never_negative(seed, n_distinct, noise):
     K = KERNEL(rows, rows)
     whitening = whiten(K)
     Phi = whitening.features(K[:, whitening.pivots])
-    model = fit_projected_process(Phi, random.normal(size=12), noise)
+    model = solve_projected_process(sum_rows(Phi, random.normal(size=12)), noise)
     assert np.all(posterior_variance(Phi, model.factor, noise) >= 0)
     assert np.all(novelty_variance(Phi, np.diag(K)) >= 0)
 
@@ -166,15 +153,16 @@ def test_an_indefinite_kernel_is_reported():
 @pytest.mark.parametrize(
     ("parameter", "call"),
     [
-        ("noise_variance", lambda: fit_gaussian_process(np.eye(3), np.ones(3), 0.0)),
-        ("noise_variance", lambda: fit_projected_process(np.eye(3), np.ones(3), -1.0)),
-        ("y", lambda: fit_projected_process(np.eye(3), np.ones(4), 1.0)),
-        ("y", lambda: fit_projected_process(np.eye(3), np.full(3, np.nan), 1.0)),
-        ("K_NN", lambda: fit_gaussian_process(np.ones((3, 2)), np.ones(3), 1.0)),
-        ("Phi", lambda: fit_projected_process(np.full((3, 2), np.inf), np.ones(3), 1.0)),
+        ("noise_variance", lambda: solve_projected_process(sum_rows(np.eye(3), np.ones(3)), -1.0)),
+        ("y", lambda: solve_projected_process(sum_rows(np.eye(3), np.ones(4)), 1.0)),
+        ("y", lambda: solve_projected_process(sum_rows(np.eye(3), np.full(3, np.nan)), 1.0)),
+        (
+            "Phi",
+            lambda: solve_projected_process(sum_rows(np.full((3, 2), np.inf), np.ones(3)), 1.0),
+        ),
         (
             "sample_weight",
-            lambda: fit_projected_process(np.eye(3), np.ones(3), 1.0, sample_weight=np.zeros(3)),
+            lambda: solve_projected_process(sum_rows(np.eye(3), np.ones(3), np.zeros(3)), 1.0),
         ),
         ("K_MM", lambda: whiten(np.ones((2, 3)))),
         ("K_MM", lambda: whiten(np.full((2, 2), np.nan))),
@@ -190,4 +178,4 @@ def test_matrices_that_are_not_positive_definite():
     with pytest.raises(NumericalError):
         whiten(np.zeros((2, 2)))
     with pytest.raises(NumericalError):
-        cholesky(-np.eye(2), what="A")
+        cholesky(-np.eye(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,15 @@ IntArray = NDArray[np.intp]
 BoolArray = NDArray[np.bool_]
 #: Labels.
 StrArray = NDArray[np.str_]
+
+
+#: Rows that are processed at once, so that temporary arrays stay small.
+BLOCK = 2048
+
+
+def row_blocks(n: int) -> Iterator[slice]:
+    """Yield slices of n rows, `BLOCK` at a time."""
+    return (slice(start, start + BLOCK) for start in range(0, n, BLOCK))
 
 
 def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
@@ -207,10 +217,10 @@ def hash_rows(X: FloatArray | IntArray) -> np.ndarray[tuple[int], np.dtype[np.ui
     hashes = np.zeros(len(X), dtype=np.uint64)
     # Integers and floats of the same value are the same, unless the integers are too long for that.
     long = X.dtype.kind in "iu" and X.size > 0 and int(np.max(np.abs(X))) > 2**53
-    for start in range(0, len(X), 2048):
+    for rows in row_blocks(len(X)):
         # Float64 holds every float32 exactly; adding zero turns −0.0 into 0.0.
-        block = X[start : start + 2048].astype(np.int64 if long else np.float64, order="C") + 0
+        block = X[rows].astype(np.int64 if long else np.float64, order="C") + 0
         bits = block.view(np.uint64)
         bits = bits ^ (bits >> np.uint64(32))
-        hashes[start : start + 2048] = np.sum(bits * coefficients, axis=1, dtype=np.uint64)
+        hashes[rows] = np.sum(bits * coefficients, axis=1, dtype=np.uint64)
     return hashes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -31,8 +31,9 @@ from qualms.arrays import (
     distinct_rows,
     joined_groups,
     reject_masked,
+    row_blocks,
 )
-from qualms.calibration.choice import fit_best, fit_out_of_bag
+from qualms.calibration.choice import fit_best
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.members import PerOutputCalibration
 from qualms.calibration.methods import (
@@ -43,7 +44,8 @@ from qualms.calibration.methods import (
     NoCalibration,
     with_enough_points,
 )
-from qualms.calibration.points import FullModelData, calibration_data
+from qualms.calibration.points import FullModelData, calibration_data, leave_groups_out
+from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
@@ -54,7 +56,6 @@ from qualms.errors import (
 )
 from qualms.gp.ensemble import (
     N_KEPT,
-    FullModel,
     Residuals,
     centred,
     draw_blocks,
@@ -75,10 +76,9 @@ from qualms.gp.kernels import (
     normalize_rows,
     unit_scale,
 )
-from qualms.gp.representatives import cur, farthest_points
+from qualms.gp.representatives import select_representatives
 from qualms.gp.sparse_gp import (
     Whitening,
-    leave_out,
     novelty_variance,
     novelty_without_own,
     posterior_deviations,
@@ -87,20 +87,12 @@ from qualms.gp.sparse_gp import (
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.prediction import Prediction
 
-#: Inputs whose kernel rows are held at once.
-_BLOCK = 2048
-#: Number of representatives if none is given.
-_DEFAULT_REPRESENTATIVES = 1000
-#: Number of representatives that novelty is measured with.
-_LEADING = 256
-SELECTIONS = ("fps", "cur", "random")
-#: Share of the training points that would not count as extrapolation if they were new, and the
-#: rounding of their novelty.
-_NOT_NOVEL, _ROUNDING = 0.99, 1e-6
+#: Rounding of the novelty that extrapolation is told by.
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Basis:
+class KernelBasis:
     """A kernel and the representatives (r, d) that span the model.
 
     `scale` is the factor of Eq. (17), Musil et al. 2019, for y of unit variance: the scaled kernel
@@ -114,73 +106,50 @@ class Basis:
     indices: IntArray
     whitening: Whitening
 
-    def blocks(self, X: FloatArray) -> Iterator[FloatArray]:
-        """Yield X (n, d) in blocks of float64 rows, normalised for the power kernel."""
-        for start in range(0, len(X), _BLOCK):
-            block = X[start : start + _BLOCK].astype(np.float64, copy=False)
-            yield normalize_rows(block) if isinstance(self.kernel, PowerKernel) else block
+    def rows(self, X: FloatArray) -> tuple[Float64Array, Float64Array]:
+        """Return the kernel rows (n, r) and prior variances (n,) of X (n, d)."""
+        X = X.astype(np.float64, copy=False)
+        if isinstance(self.kernel, PowerKernel):
+            X = normalize_rows(X)
+        K, k_xx = self.kernel(X, self.representatives), self.kernel.diag(X)
+        return np.asarray(K, np.float64) * self.scale, np.asarray(k_xx, np.float64) * self.scale
 
-    def kernel_rows(self, block: FloatArray) -> Float64Array:
-        """Return the kernel between a block (b, d) and the representatives: (b, r)."""
-        rows = np.asarray(self.kernel(block, self.representatives), dtype=np.float64)
-        rows *= self.scale
-        return rows
-
-    def features(self, X: FloatArray) -> Float64Array:
-        """Return the whitened features Φ of X (n, d): (n, r)."""
-        K = np.empty((len(X), len(self.representatives)))
-        for i, block in enumerate(self.blocks(X)):
-            K[i * _BLOCK : (i + 1) * _BLOCK] = self.kernel_rows(block)
-        return np.asarray(self.whitening.features(K, overwrite=True))
-
-    def prior_variance(self, block: FloatArray) -> Float64Array:
-        """Return the diagonal of the scaled kernel for a block (b, d): (b,)."""
-        return np.asarray(self.kernel.diag(block), dtype=np.float64) * self.scale
-
-    def whitened(self, X: FloatArray) -> Iterator[tuple[Float64Array, Float64Array]]:
-        """Yield whitened features (b, r) and prior variances (b,) of X (n, d) in blocks."""
-        for block in self.blocks(X):
-            Phi = self.whitening.features(self.kernel_rows(block), overwrite=True)
-            yield np.asarray(Phi), self.prior_variance(block)
+    def features(self, X: FloatArray) -> tuple[Float64Array, Float64Array]:
+        """Return the whitened features Φ (n, r) and prior variances (n,) of X (n, d)."""
+        K, k_xx = self.rows(X)
+        return np.asarray(self.whitening.features(K, overwrite=True)), k_xx
 
     @cached_property
     def leading(self) -> Whitening:
-        """Whitening by the first representatives, with which novelty is measured.
+        """Whitening by the first 256 representatives, with which novelty is measured.
 
         All would cost as much as the kernel.
         """
-        return self.whitening.leading(_LEADING)
+        return self.whitening.leading(256)
 
-    def novelty(self, X: FloatArray) -> Float64Array:
-        """Return q² and the prior variance of X (n, d), by the leading representatives: (n, 2)."""
-        m = self.leading.effective_rank
-        leading = replace(self, representatives=self.representatives[:m], whitening=self.leading)
-        novelty = np.empty((len(X), 2))
-        leading.contract(X, np.empty((m, 0)), novelty)
-        return novelty
+    def novelty(self, K: Float64Array, k_xx: Float64Array) -> Float64Array:
+        """Return q² of kernel rows (n, r) with prior variances (n,), by the leading: (n,)."""
+        return novelty_variance(self.leading.features(K[:, : self.leading.effective_rank]), k_xx)
 
-    def contract(
-        self, X: FloatArray, weights: Float64Array, novelty: Float64Array | None = None
-    ) -> Float64Array:
-        """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …).
+    def map(
+        self, X: FloatArray, *functions: Callable[[Float64Array, Float64Array], Float64Array]
+    ) -> list[Float64Array]:
+        """Return functions of the kernel rows (n, r) and prior variances (n,) of X (n, d).
 
-        `novelty` (n, 2) is filled with q² and the prior variance of each point, if it is given.
+        Points are taken in blocks: the kernel rows of all might not fit into memory.
         """
-        flat = weights.reshape(len(weights), -1)
-        m, products = self.leading.effective_rank, np.empty((len(X), flat.shape[1]))
-        for i, block in enumerate(self.blocks(X)):
-            rows, K = slice(i * _BLOCK, (i + 1) * _BLOCK), self.kernel_rows(block)
-            products[rows] = K @ flat
-            if novelty is not None:
-                novelty[rows, 1] = self.prior_variance(block)
-                Phi = self.leading.features(K[:, :m])
-                novelty[rows, 0] = novelty_variance(Phi, novelty[rows, 1])
-        return products.reshape(len(X), *weights.shape[1:])
+        blocks = (self.rows(X[block]) for block in row_blocks(len(X)))
+        parts = [[function(*block) for function in functions] for block in blocks]
+        return [np.concatenate(values) for values in zip(*parts, strict=True)]
+
+    def contract(self, X: FloatArray, weights: Float64Array) -> Float64Array:
+        """Return Σ_m k(x, m) w_m for X (n, d) and kernel weights (r, …): (n, …)."""
+        return self.map(X, lambda K, _: np.tensordot(K, weights, 1))[0]
 
 
-def _relative(novelty: Float64Array) -> Float64Array:
-    """Return q² as a share of the prior variance, given both for each point (n, 2): (n,)."""
-    return np.asarray(novelty[:, 0] / np.maximum(novelty[:, 1], np.finfo(np.float64).tiny))
+def _relative(q2: Float64Array, k_xx: Float64Array) -> Float64Array:
+    """Return q² (n,) as a share of the prior variances (n,)."""
+    return np.asarray(q2 / np.maximum(k_xx, np.finfo(np.float64).tiny))
 
 
 def build_basis(
@@ -190,68 +159,55 @@ def build_basis(
     n: int | None,
     selection: str,
     rng: np.random.Generator,
-) -> Basis:
-    """Choose n representatives among distinct points X (n, d) and whiten their kernel.
+) -> KernelBasis:
+    """Choose n representatives among distinct points, and whiten their kernel.
 
-    The weights (n,) of the points are for the mean of the diagonal.
+    Parameters
+    ----------
+    kernel : Kernel
+    X : (n_points, d) array
+    weight : (n_points,) array
+        Weights of the points in the mean of the kernel's diagonal.
+    n : int, optional
+        Number of representatives, at most 1000 by default.
+    selection : {"fps", "cur", "random"}
+        As in `select_representatives`.
+    rng : numpy.random.Generator
     """
     features = normalize_rows(X) if isinstance(kernel, PowerKernel) else X
-    chosen = _choose(kernel, features, n, selection, rng)
-    exact = features[chosen].astype(np.float64)
-    scale = unit_scale(1.0, kernel.diag(features), weight)
-    # The rounding of kernel rows in float32 limits which representatives are still independent.
-    whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
-    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
-    if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
-        message = (
-            "The kernel does not distinguish the training points. The power kernel depends on "
-            "directions only: use kernel='rbf' for a single feature."
-        )
-        warnings.warn(message, QualmsWarning, stacklevel=2)
-    indices = chosen[whitening.pivots]
-    return Basis(kernel, scale, features[indices], indices, whitening)
-
-
-def _choose(
-    kernel: Kernel, X: FloatArray, n: int | None, selection: str, rng: np.random.Generator
-) -> IntArray:
-    """Return the indices of n representatives, selected by name; the default is at most 1000.
-
-    Farthest points are far in the space of the features; leverage scores are those of the kernel.
-    """
     if n is not None and check_integer("n_representatives", n, 1) > len(X):
         raise InputError(
             f"`n_representatives` is {n}, but there are only {len(X)} distinct training points. "
             "Use at most as many, or None.",
             parameter="n_representatives",
         )
-    wanted = min(len(X), _DEFAULT_REPRESENTATIVES) if n is None else n
+    chosen = select_representatives(features, n or 1000, selection, kernel, rng)
     if selection == "random":
-        return np.sort(rng.permutation(len(X))[:wanted]).astype(np.intp)
-    if selection == "fps":
-        chosen = farthest_points(X, wanted).indices
-    else:
-        # Features whose products approximate the kernel, which need not fit into memory. With as
-        # many landmarks as points they are exact.
-        landmarks = farthest_points(X, min(2 * wanted, len(X))).indices
-        exact = X[landmarks].astype(np.float64)
-        whitening = whiten(kernel(exact, exact))
-        K = np.asarray(kernel(X, X[landmarks[whitening.pivots]]), dtype=np.float64)
-        chosen = cur(whitening.features(K, overwrite=True), wanted)
+        chosen = np.sort(chosen)
     if n is not None and len(chosen) < n:
-        message = f"Only {len(chosen)} of n_representatives={n} are independent in the kernel."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
-    return chosen
+        _warn(f"Only {len(chosen)} of n_representatives={n} are independent in the kernel.")
+    exact = features[chosen].astype(np.float64)
+    scale = unit_scale(1.0, kernel.diag(features), weight)
+    # The rounding of kernel rows in float32 limits which representatives are still independent.
+    whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
+    whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
+    if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
+        _warn(
+            "The kernel does not distinguish the training points. The power kernel depends on "
+            "directions only: use kernel='rbf' for a single feature."
+        )
+    indices = chosen[whitening.pivots]
+    return KernelBasis(kernel, scale, features[indices], indices, whitening)
 
 
-# Training points, their members and their calibration, for both regressors.
 @dataclass(frozen=True)
 class TrainingRows:
     """Rows of a training set and the distinct points among them.
 
     `rows` (n_rows,) are those given to ``fit`` whose weight is not zero; `X`, `y` (n_rows, T),
     `weight` and `inverse`, the point of each row, are of these. `first` (n_points,) is a row of
-    each point, and `groups` (n_points,) its group. `single_output`: y was one-dimensional.
+    each point, and `groups` (n_points,) its group: the point itself, if there are no groups.
+    `single_output`: y was one-dimensional.
     """
 
     rows: IntArray
@@ -260,18 +216,18 @@ class TrainingRows:
     weight: Float64Array
     inverse: IntArray
     first: IntArray
-    groups: IntArray | None
+    groups: IntArray
     single_output: bool
 
     @cached_property
     def point_weight(self) -> Float64Array:
         """Total weight of each point: (n_points,)."""
-        return np.bincount(self.inverse, self.weight, minlength=len(self.first)).astype(np.float64)
+        return np.bincount(self.inverse, self.weight, minlength=len(self.groups)).astype(np.float64)
 
     @cached_property
     def point_y(self) -> Float64Array:
         """Weighted mean of the targets of each point: (n_points, T)."""
-        sums = np.zeros((len(self.first), self.y.shape[1]))
+        sums = np.zeros((len(self.groups), self.y.shape[1]))
         np.add.at(sums, self.inverse, self.weight[:, None] * self.y)
         return sums / self.point_weight[:, None]
 
@@ -279,7 +235,7 @@ class TrainingRows:
         """Return the variance (T,) of rows about the mean of their point; equal rows are one."""
         deviations = self.y - self.point_y[self.inverse]
         different = distinct_rows(np.column_stack([self.inverse, self.y]))
-        dof = max(len(different.first) - len(self.first), 1)
+        dof = max(len(different.first) - len(self.groups), 1)
         return np.asarray(self.weight @ deviations**2 / dof)
 
     @property
@@ -287,157 +243,171 @@ class TrainingRows:
         """Weighted mean of the targets: (T,)."""
         return np.asarray(np.average(self.y, axis=0, weights=self.weight))
 
-    def take(self, points: IntArray) -> TrainingRows:
-        """Return the rows of some points (n,), in increasing order."""
-        place = np.full(len(self.first), -1)
-        place[points] = np.arange(len(points))
-        rows = np.flatnonzero(place[self.inverse] >= 0)
-        row_of = np.full(len(self.inverse), -1)
-        row_of[rows] = np.arange(len(rows))
+    def take(self, points: BoolArray) -> TrainingRows:
+        """Return the rows of the chosen points (n_points,)."""
+        rows, place = np.flatnonzero(points[self.inverse]), np.cumsum(points) - 1
         return TrainingRows(
             self.rows[rows],
             None,
             self.y[rows],
             self.weight[rows],
             place[self.inverse[rows]],
-            row_of[self.first[points]],
-            None if self.groups is None else self.groups[points],
+            self.first[points],
+            self.groups[points],
             self.single_output,
         )
 
     def check_draw(self, n_members: int, replace: bool) -> None:
-        """Reject parameters of the draw of members, and points that are too few for it."""
+        """Raise an error if members cannot be drawn, with these parameters or from these points."""
         check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError(
                 f"`replace` is {replace!r}; it must be True or False.", parameter="replace"
             )
-        if len(self.first) < 2:
+        if len(self.groups) < 2:
             raise InputError(
                 "All rows of `X` are the same: at least 2 distinct ones are needed to draw "
                 "subsamples from.",
                 parameter="X",
             )
-        if self.groups is not None and len(np.unique(self.groups)) < 2:
+        if len(np.unique(self.groups)) < 2:
             raise InputError(
                 "All samples are in one group, but subsamples are drawn from at least 2 `groups`.",
                 parameter="groups",
             )
 
-    @property
-    def point_groups(self) -> IntArray:
-        """Group of each distinct point: its own, if there are no groups."""
-        return np.arange(len(self.first)) if self.groups is None else self.groups
-
-    @property
-    def row_groups(self) -> IntArray:
-        """Group of each row: (n_rows,)."""
-        return self.point_groups[self.inverse]
-
     def member_rows(self, counts: IntArray) -> list[IntArray]:
         """Return the rows, as given to ``fit``, in the training set of each member."""
         return [np.repeat(self.rows, times) for times in counts[self.inverse].T]
 
-    def centred(
-        self,
-        centre: str | float,
-        members: Float64Array,
-        counts: IntArray,
-        full: Sequence[FullModelData],
-    ) -> list[FullModelData]:
-        """Return full models with the share of the ensemble mean in the prediction, by output.
-
-        `members` (n_rows, T, N_R) are predictions of the rows.
-        """
-        if centre != "auto":
-            share = {"full": 0.0, "members": 1.0}.get(str(centre))
-            share = float(centre) if share is None else share
-            return [replace(one, centre=share) for one in full]
-        found = out_of_bag_prediction(members, counts[self.inverse] == 0)
-        if np.count_nonzero(found.used) < MIN_POINTS:
-            return list(full)
-        root, outputs = np.sqrt(self.weight[found.used]), []
-        groups = self.row_groups[found.used]
-        for t, one in enumerate(full):
-            z_f, z_m = one.residuals_with_own[found.used], self.y[found.used, t] - found.mean[:, t]
-            scaled = z_f * root, z_m * root, found.std[:, t] * root
-            residuals = Residuals(*scaled, found.n_absent, groups)
-            residuals = residuals.mostly(one.without_representatives[found.used])
-            outputs.append(replace(one, centre=fit_centre([residuals], members.shape[-1])))
+    def of_rows(self, full: Sequence[FullModelData], *, has_posterior: bool) -> list[FullModelData]:
+        """Return the full model without the point of each row, given that without each point."""
+        outputs, deviations = [], self.y - self.point_y[self.inverse]
+        for of_points, deviation in zip(full, deviations.T, strict=True):
+            of_rows = of_points.some(self.inverse)
+            outputs.append(
+                replace(
+                    of_rows,
+                    residuals=of_rows.residuals + deviation,
+                    residuals_with_own=of_rows.residuals_with_own + deviation,
+                    has_posterior=has_posterior,
+                )
+            )
         return outputs
+
+    def fit_centre(
+        self, members: Float64Array, counts: IntArray, full: Sequence[FullModelData]
+    ) -> Float64Array:
+        """Return the share of the ensemble mean that has the smallest out-of-bag error: (T,).
+
+        Parameters
+        ----------
+        members : (n_rows, T, N_R) array
+            Predictions of the rows.
+        counts : (n_points, N_R) array of int
+            How often each point is in each member.
+        full : sequence of T FullModelData
+            The full model without each row.
+        """
+        used, mean, std, n_absent = out_of_bag_prediction(members, counts[self.inverse] == 0)
+        if np.count_nonzero(used) < MIN_POINTS:
+            return np.zeros(len(full))
+        root, groups, shares = np.sqrt(self.weight[used]), self.groups[self.inverse[used]], []
+        for t, of_output in enumerate(full):
+            z = of_output.residuals_with_own[used] * root, (self.y[used, t] - mean[:, t]) * root
+            residuals = Residuals(*z, std[:, t] * root, n_absent, groups)
+            residuals = residuals.mostly(of_output.without_representatives[used])
+            shares.append(fit_centre([residuals], members.shape[-1]))
+        return np.array(shares)
 
     def calibrate(
         self,
         members: Float64Array,
         counts: IntArray,
         method: str,
-        full: Sequence[FullModelData] | None = None,
+        full: Sequence[FullModelData | None],
+        n_posterior: int = 0,
     ) -> tuple[Calibration | PerOutputCalibration, Conformal | None]:
-        """Calibrate on out-of-bag rows, given predictions of the rows (n_rows, T, N_R).
+        """Calibrate on out-of-bag rows; return the errors of a single output as well.
 
-        Also returns the distribution of their errors, of a single output.
+        Parameters
+        ----------
+        members, counts
+            As in `fit_centre`.
+        method : str
+        full : sequence of T FullModelData, or None for members alone
+        n_posterior : int
+            Posterior members of a prediction.
         """
-        absent = counts[self.inverse] == 0
-        n = members.shape[-1] if full and full[0].has_posterior else 0
-        groups = self.row_groups
-        none = NoCalibration(n_subsampled=n)
+        absent, groups = counts[self.inverse] == 0, self.groups[self.inverse]
+        n = members.shape[-1]
+        none = QuantityCalibration(NoCalibration(n_subsampled=n if n_posterior else 0))
 
-        def of_output(t: int) -> tuple[Calibration, Conformal | None]:
-            y, own = self.y[:, t], None if full is None else full[t]
-            if np.ptp(y) == 0:
-                return none, None  # all members predict the constant
+        def calibration_of(t: int, of_output: FullModelData | None) -> QuantityCalibration:
+            if np.ptp(self.y[:, t]) == 0:
+                return none  # all members predict the constant
             try:
-                found = calibration_data(
-                    y, members[:, t], absent, sample_weight=self.weight, full=own, groups=groups
+                points = calibration_data(
+                    self.y[:, t],
+                    members[:, t],
+                    absent,
+                    sample_weight=self.weight,
+                    full=of_output,
+                    groups=groups,
                 )
             except CalibrationError as error:
                 if method == "none":
-                    return none, None
+                    return none
                 if len(counts) >= MIN_POINTS and not isinstance(error, ExactFitError):
                     raise
-                message = f"{error} The ensemble standard deviation is used as it is."
-                warnings.warn(message, QualmsWarning, stacklevel=2)
-                return none, None
-            name = with_enough_points(method, len(found.residuals))
+                _warn(f"{error} The ensemble standard deviation is used as it is.")
+                return none
+            name = with_enough_points(method, len(points.residuals))
             if name == "auto":
-                fitted = fit_best(found, METHODS if own is None else MODEL_METHODS)
-            else:
-                fitted = fit_out_of_bag(found, name)
-            return replace(fitted, n_subsampled=n), fitted.conformal(found)
+                name = fit_best(points, METHODS if of_output is None else MODEL_METHODS).method
+            return calibrate_points(points, name, n_subsampled=n, n_posterior=n_posterior)
 
-        outputs = [of_output(t) for t in range(self.y.shape[1])]
+        outputs = [calibration_of(t, of_output) for t, of_output in enumerate(full)]
         if self.single_output:
-            return outputs[0]
-        return PerOutputCalibration(tuple(calibration for calibration, _ in outputs)), None
+            return outputs[0].calibration, outputs[0].conformal
+        return PerOutputCalibration(tuple(output.calibration for output in outputs)), None
 
 
 def sum_points(
-    basis: Basis, X: FloatArray, data: TrainingRows, draw: Draw, kept: IntArray
-) -> tuple[BlockSums, KeptRows]:
-    """Return the sums over distinct points X (n, d) by block, and the rows of some of them."""
-    order = np.argsort(draw.block, kind="stable")
+    basis: KernelBasis, X: FloatArray, data: TrainingRows, draw: Draw, kept: BoolArray
+) -> tuple[BlockSums, KeptRows, Float64Array]:
+    """Return the sums over distinct points by block; rows and prior variances of those kept.
+
+    Parameters
+    ----------
+    basis : KernelBasis
+    X : (n_points, d) array
+    data : TrainingRows
+    draw : Draw
+    kept : (n_points,) array of bool
+    """
+    order, some = np.argsort(draw.block, kind="stable"), np.flatnonzero(kept)
     columns = np.column_stack([data.point_y - data.mean, np.ones(len(X))])
+    weight, place = data.point_weight, np.cumsum(kept) - 1
     sums: dict[int, RowSums] = {}
-    Phi, place = np.empty((len(kept), basis.whitening.effective_rank)), np.full(len(X), -1)
-    place[kept] = np.arange(len(kept))
-    weight = data.point_weight
-    for start in range(0, len(order), _BLOCK):
-        some = order[start : start + _BLOCK]
-        rows = basis.features(X[some])
-        for b, part in draw.take(some).sum_blocks(rows, columns[some], weight[some]).items():
+    Phi, k_xx = np.empty((len(some), basis.whitening.effective_rank)), np.empty(len(some))
+    for block in row_blocks(len(order)):
+        points = order[block]
+        rows, diagonal = basis.features(X[points])
+        for b, part in draw.take(points).sum_blocks(rows, columns[points], weight[points]).items():
             sums[b] = sums[b] + part if b in sums else part
-        chosen = np.flatnonzero(place[some] >= 0)
-        Phi[place[some[chosen]]] = rows[chosen]
+        chosen = kept[points]
+        Phi[place[points[chosen]]], k_xx[place[points[chosen]]] = rows[chosen], diagonal[chosen]
     of_kept = KeptRows(
         Phi,
-        columns[kept],
-        {"y": np.arange(len(kept))},
-        data.point_groups[kept],
-        draw.take(kept),
-        weight[kept],
+        columns[some],
+        {"y": np.arange(len(some))},
+        data.groups[some],
+        draw.take(some),
+        weight[some],
         data.y.shape[1],
     )
-    return BlockSums.of({"y": sums}, draw.n_blocks), of_kept
+    return BlockSums.of({"y": sums}, draw.n_blocks), of_kept, k_xx
 
 
 def training_set(
@@ -473,24 +443,24 @@ def training_set(
     weight = _check_sample_weight(
         sample_weight, np.empty((n, 1)), dtype=np.float64, ensure_non_negative=True
     )
-    labels = None if groups is None else group_codes(groups, n)
     rows = np.flatnonzero(weight > 0)
     if len(rows) < 2:
         raise InputError(
             f"`sample_weight` has {counted(len(rows), 'positive weight')}; at least 2 are needed.",
             parameter="sample_weight",
         )
-    kept = X if len(rows) == n else take_rows(X, rows)
-    points = _distinct_rows_of(kept)
+    X = X if len(rows) == n else take_rows(X, rows)
+    points = _distinct_rows_of(X)
     targets = np.asarray(y, dtype=np.float64).reshape(n, -1)[rows]
     constant = np.flatnonzero(np.ptp(targets, axis=0) == 0)
     if constant.size:
         which = "y is" if single_output else f"outputs {constant.tolist()} of y are"
-        message = f"{which} constant: there is nothing to learn, and the uncertainty is zero."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
-    joined = None if labels is None else joined_groups(points.inverse, labels[rows])
+        _warn(f"{which} constant: there is nothing to learn, and the uncertainty is zero.")
+    joined = np.arange(len(points.first))
+    if groups is not None:
+        joined = joined_groups(points.inverse, group_codes(groups, n)[rows])
     return TrainingRows(
-        rows, kept, targets, weight[rows], points.inverse, points.first, joined, single_output
+        rows, X, targets, weight[rows], points.inverse, points.first, joined, single_output
     )
 
 
@@ -546,6 +516,26 @@ def _column_of_numbers(values: Any) -> Float64Array:
 def new_generator(random_state: Any) -> np.random.Generator:
     """Return a generator seeded in scikit-learn's way."""
     return np.random.default_rng(check_random_state(random_state).randint(2**31 - 1))
+
+
+def _check_choice(
+    name: str,
+    value: object,
+    choices: Sequence[str],
+    highest: float = np.inf,
+    *,
+    strict: bool = False,
+) -> None:
+    """Raise an error unless a parameter is one of the choices, or a number ≥ 0 (> 0 if strict)."""
+    if isinstance(value, str):
+        if value not in choices:
+            raise unknown_choice(name, value, (*choices, "a number"))
+    elif check_number(name, value, 0, strict=strict) > highest:
+        raise InputError(f"`{name}` is {value}; it is at most {highest:g}.", parameter=name)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, QualmsWarning, stacklevel=3)
 
 
 def check_calibration_name(calibration: str | None, methods: Collection[str] = METHODS) -> str:
@@ -623,7 +613,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         With ``alpha`` and ``gamma``.
     pp_weights_, pp_intercept_ : arrays
         The same for the full projected process: (r,) or (r, T), and a float or (T,).
-    basis_ : Basis
+    basis_ : KernelBasis
         Kernel, representatives and whitening.
     n_features_in_ : int
 
@@ -690,101 +680,73 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         method = self._check_parameters()
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
         self._single_output = data.single_output
+        if self.n_members:
+            data.check_draw(self.n_members, self.replace)
         rng = new_generator(self.random_state)
-        points, weight = data.X[data.first], data.point_weight
+        points, mean = data.X[data.first], data.mean
         self.basis_ = basis = build_basis(
-            self._make_kernel(points), points, weight, self.n_representatives, self.selection, rng
+            self._make_kernel(points),
+            points,
+            data.point_weight,
+            self.n_representatives,
+            self.selection,
+            rng,
         )
         self.representative_indices_ = data.rows[data.first[basis.indices]]
         self.effective_rank_ = basis.whitening.effective_rank
-        codes = data.point_groups
-        if self.n_members:
-            data.check_draw(self.n_members, self.replace)
         draw = draw_blocks(
-            codes,
+            data.groups,
             rng,
             n_members=self.n_members,
             subsample=self.subsample,
             replace=self.replace,
-            n_rows=len(codes),
+            n_rows=len(points),
         )
-        chosen = keep_groups(codes, np.ones(len(codes), dtype=np.intp), N_KEPT, rng)
-        some, mean = np.flatnonzero(chosen), data.mean
-        sums, kept = sum_points(basis, points, data, draw, some)
-        k_xx = np.concatenate([basis.prior_variance(b) for b in basis.blocks(points[some])])
-        m = basis.leading.effective_rank
+        some = keep_groups(data.groups, np.ones(len(points), dtype=np.intp), N_KEPT, rng)
+        sums, kept, k_xx = sum_points(basis, points, data, draw, some)
         # Without its own representatives, as a new point.
-        owners = codes[basis.indices]
+        owners, m = data.groups[basis.indices], basis.leading.effective_rank
         q2 = novelty_without_own(kept.Phi, k_xx, basis.whitening, kept.groups, owners, m)
-        relative = _relative(np.column_stack([q2, k_xx]))
-        self._novelty_limit = float(np.quantile(relative, _NOT_NOVEL))
+        self._novelty_limit = float(np.quantile(_relative(q2, k_xx), 0.99)) + _ROUNDING
         variance = data.replicate_variance()
         full = fit_full_model(kept, sums, {"y": self.noise}, mean=mean, replicate_variance=variance)
-        for fitted in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
-            if hasattr(self, fitted):
-                delattr(self, fitted)  # of an earlier fit with members
+        for name in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
+            self.__dict__.pop(name, None)  # of an earlier fit with members
         if self.n_members:
             T = len(mean)
             columns = np.repeat(np.eye(T + 1, T)[:, :, None], self.n_members, axis=2)
             full, weights, means = fit_members(full, sums, kept, columns)
             intercepts = mean[:, None] + means
-            sample, counts = data.take(some), draw.counts[some]
+            sample, counts = data.take(some), kept.draw.counts
             predicted = (np.tensordot(kept.Phi, weights, 1) + intercepts)[sample.inverse]
-            n_posterior = self.n_posterior
-            without = self._without_each_point(full, kept, sample, owners, np.sqrt(q2))
-            without = sample.centred(self.centre, predicted, counts, without)
-            centre = np.array([one.centre for one in without])
+            without = leave_groups_out(full, kept, basis.whitening, owners, np.sqrt(q2))
+            without = sample.of_rows(without, has_posterior=self.n_posterior > 0)
+            if self.centre == "auto":
+                centre = sample.fit_centre(predicted, counts, without)
+            else:
+                share = {"full": 0.0, "members": 1.0}.get(str(self.centre))
+                centre = np.full(T, self.centre if share is None else share, dtype=np.float64)
             # The posteriors of several outputs are independent.
             draws = [
-                posterior_deviations(full.process, n_posterior, rng, basis.whitening.pivots)
+                posterior_deviations(full.process, self.n_posterior, rng, basis.whitening.pivots)
                 for _ in full.scale
             ]
             drawn = np.stack(draws, axis=1) * full.scale[:, None]
             blended = centred(weights, full.weights, centre, drawn)
-            intercepts = centred(intercepts, mean, centre, np.zeros(n_posterior))
+            intercepts = centred(intercepts, mean, centre, np.zeros(self.n_posterior))
             self.centre_ = self._outputs(centre)
             self.weights_ = self._outputs(basis.whitening.kernel_weights(blended), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(draw.counts)
+            blends = [replace(of, centre=share) for of, share in zip(without, centre, strict=True)]
             self.calibration_, self._conformal = sample.calibrate(
-                predicted, counts, method, without
+                predicted, counts, method, blends, self.n_posterior
             )
         self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
         self.pp_intercept_ = self._outputs(mean)
         self.noise_variance_ = self._outputs(full.process.noise_variance * full.scale**2)
         self._process, self._scale = full.process, full.scale
         return self
-
-    def _without_each_point(
-        self,
-        full: FullModel,
-        kept: KeptRows,
-        data: TrainingRows,
-        owners: IntArray,
-        novelty: Float64Array,
-    ) -> list[FullModelData]:
-        """Return, for each output, the full model without the point of each row, or its group.
-
-        The representatives among these points are left out as well.
-        """
-        left_out = leave_out(
-            full.process,
-            kept.Phi,
-            full.y,
-            sample_weight=full.weight,
-            groups=kept.groups,
-            group_columns=self.basis_.whitening.columns_of(kept.groups, owners),
-        )
-        predicted = (
-            data.point_y - z * full.scale for z in (left_out.residuals, left_out.same_basis)
-        )
-        z, of_kept = (data.y - of_points[data.inverse] for of_points in predicted)
-        p, q = np.sqrt(left_out.variance)[data.inverse], novelty[data.inverse]
-        drawn = self.n_posterior > 0
-        return [
-            FullModelData(z[:, t], p * scale, q * scale, of_kept[:, t], has_posterior=drawn)
-            for t, scale in enumerate(full.scale)
-        ]
 
     def predict(
         self, X: ArrayLike, return_std: bool = False
@@ -816,12 +778,13 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
                 "2 members.",
                 parameter="n_members",
             )
-        X = self._validated(X)
-        novelty = np.empty((len(X), 2)) if self.calibration_.needs_novelty else None
-        members = self.basis_.contract(X, self.weights_, novelty) + self.intercept_
-        q = None if novelty is None else self._outputs(np.sqrt(novelty[:, :1]) * self._scale)
-        raw = Prediction(members)
-        return raw.calibrated(self.calibration_, self._conformal, novelty_std=q)
+        members, *q2 = self.basis_.map(
+            self._validated(X),
+            lambda K, _: np.tensordot(K, self.weights_, 1) + self.intercept_,
+            *[self.basis_.novelty] * self.calibration_.needs_novelty,
+        )
+        q = self._outputs(np.sqrt(q2[0])[:, None] * self._scale) if q2 else None
+        return Prediction(members).calibrated(self.calibration_, self._conformal, novelty_std=q)
 
     def extrapolates(self, X: ArrayLike) -> BoolArray:
         """Return whether each point is more novel than 99 % of the training points were: (n,).
@@ -829,8 +792,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         The novelty is the share of the prior variance that the representatives cannot describe. If
         they span all features, as those of a power kernel of few features do, no point is novel.
         """
-        X = self._validated(X)
-        return np.asarray(_relative(self.basis_.novelty(X)) > self._novelty_limit + _ROUNDING)
+        X, basis = self._validated(X), self.basis_
+
+        def relative(K: Float64Array, k_xx: Float64Array) -> Float64Array:
+            return _relative(basis.novelty(K, k_xx), k_xx)
+
+        return np.asarray(basis.map(X, relative)[0] > self._novelty_limit)
 
     def pp_mean(self, X: ArrayLike) -> Float64Array:
         """Predict with the full projected process, Eq. (3): (n,) or (n, T)."""
@@ -839,34 +806,24 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
 
     def pp_std(self, X: ArrayLike) -> Float64Array:
         """Return σ_PP of Eq. (3) for a noisy observation, not calibrated: (n,) or (n, T)."""
-        std = [
-            np.sqrt(self._process.variance(Phi, k_xx))[:, None] * self._scale
-            for Phi, k_xx in self.basis_.whitened(self._validated(X))
-        ]
-        return np.asarray(self._outputs(np.concatenate(std)))
+        X, basis, process = self._validated(X), self.basis_, self._process
+        (variance,) = basis.map(
+            X,
+            lambda K, k_xx: process.variance(basis.whitening.features(K, overwrite=True), k_xx),
+        )
+        return np.asarray(self._outputs(np.sqrt(variance)[:, None] * self._scale))
 
     def _check_parameters(self) -> str:
         """Validate parameters before the data; return the name of the calibration."""
-        if self.selection not in SELECTIONS:
-            raise unknown_choice("selection", self.selection, SELECTIONS)
-        if isinstance(self.noise, (int, float, np.number)):
-            check_number("noise", self.noise, 0, strict=True)
-        elif self.noise != "loo":
-            raise unknown_choice("noise", self.noise, ("loo", "a positive number"))
-        for name in ("n_members", "n_posterior"):
-            if check_integer(name, getattr(self, name), 0) == 1:
-                raise InputError(
-                    f"`{name}` is 1; a standard deviation needs at least 2. Use 0 for none.",
-                    parameter=name,
-                )
-        if isinstance(self.centre, str):
-            if self.centre not in ("auto", "full", "members"):
-                choices = ("auto", "full", "members", "a number between 0 and 1")
-                raise unknown_choice("centre", self.centre, choices)
-        elif check_number("centre", self.centre, 0) > 1:
+        if self.selection not in ("fps", "cur", "random"):
+            raise unknown_choice("selection", self.selection, ("fps", "cur", "random"))
+        _check_choice("noise", self.noise, ("loo",), strict=True)
+        _check_choice("offset", self.offset, ("auto",))
+        _check_choice("centre", self.centre, ("auto", "full", "members"), highest=1.0)
+        if check_integer("n_posterior", self.n_posterior, 0) == 1:
             raise InputError(
-                f"`centre` is {self.centre}; the share of the ensemble mean lies between 0 and 1.",
-                parameter="centre",
+                "`n_posterior` is 1; a standard deviation needs at least 2. Use 0 for none.",
+                parameter="n_posterior",
             )
         return check_calibration_name(self.calibration, MODEL_METHODS)
 
@@ -885,13 +842,11 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             return RBFKernel(median_length_scale(X) if length_scale is None else length_scale)
         if kernel not in ("power", "linear"):
             raise unknown_choice("kernel", kernel, ("power", "rbf", "linear", "a kernel object"))
-        if isinstance(offset, str) and offset != "auto":
-            raise unknown_choice("offset", offset, ("auto", "a number that is not negative"))
         if kernel == "linear":
             squares = np.einsum("ij,ij->i", X, X, dtype=np.float64)
             return LinearKernel(float(squares.mean()) if isinstance(offset, str) else offset)
         if isinstance(offset, str):
-            rows = normalize_rows(X[:_BLOCK])  # distinct points come in random order
+            rows = normalize_rows(X[:2048])  # distinct points come in random order
             offset = 1.0 if np.min(rows @ rows.T) < -1e-5 else 0.0  # negative beyond rounding
         return PowerKernel(self.exponent, offset)
 
@@ -1025,8 +980,9 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
 
         # Jobs are made one by one, so that not all copies of the data are in memory at once.
         self.estimators_ = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
-        found = data.calibrate(self._members(data.X), counts, method)
-        self.calibration_, self._conformal = found
+        self.calibration_, self._conformal = data.calibrate(
+            self._members(data.X), counts, method, [None] * self._n_outputs
+        )
         return self
 
     def predict(

@@ -36,7 +36,7 @@ from qualms.features.base import (
 from qualms.features.compression import sample_size
 from qualms.gp.ensemble import N_KEPT, keep_groups
 from qualms.gp.kernels import Kernel, unit_scale
-from qualms.gp.representatives import cur_from_kernel, farthest_points
+from qualms.gp.representatives import LANDMARKS, select_representatives
 from qualms.gp.sparse_gp import Whitening, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.progress import Stages
@@ -56,8 +56,6 @@ _RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: The smallest number of representatives that is chosen, and of a nested model: with fewer, hardly
 #: any time is saved.
 SMALLEST = 250
-#: CUR selects from this many times more farthest points.
-LANDMARKS = 2
 
 
 @dataclass(frozen=True)
@@ -302,11 +300,11 @@ def candidates(
     groups = np.repeat(part.groups, part.environments)
     environments = Environments(origins.astype(np.int64), groups, X)
     if not alone:
-        if settings.selection == "cur":  # selects among farthest points
-            more = {"selection": "fps", "n_representatives": LANDMARKS * settings.n_selected}
-            settings = settings.model_copy(update=more)
+        n, selection = settings.n_selected, settings.selection
+        if selection == "cur":  # selects among farthest points
+            n, selection = LANDMARKS * n, "fps"
         rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
-        selected = select_representatives(X, representation.kernel, settings, rng)
+        selected = select_representatives(X, n, selection, representation.kernel, rng)
         environments = environments.take(selected)
     return environments, X if cached else None
 
@@ -318,7 +316,8 @@ def whitened_points(
     rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
     X, n = environments.features, min(settings.n_selected, len(environments.features))
     with stages.stage("Representatives", n) as advance:
-        environments = environments.take(select_representatives(X, kernel, settings, rng, advance))
+        selected = select_representatives(X, n, settings.selection, kernel, rng, advance)
+        environments = environments.take(selected)
     # Among environments that are equally far apart, rounding may choose the order of selection.
     environments = environments.take(np.lexsort(environments.origins.T[::-1]))
     with stages.stage("Whitening"):
@@ -326,31 +325,6 @@ def whitened_points(
         rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
     return Representatives(environments.take(whitening.pivots), whitening)
-
-
-def select_representatives(
-    features: FloatArray,
-    kernel: Kernel,
-    settings: Settings,
-    rng: np.random.Generator,
-    on_pick: Callable[[int], object] | None = None,
-) -> IntArray:
-    """Select environments: at most ``settings.n_representatives`` indices, in order of selection.
-
-    Candidates have features (n, d). `on_pick` is called with the number of picks so far.
-    """
-    n = min(settings.n_selected, len(features))
-    if settings.selection == "random":
-        return rng.permutation(len(features))[:n]
-    if settings.selection == "fps":
-        return farthest_points(features, n, on_pick=on_pick).indices
-    n_landmarks = min(LANDMARKS * n, len(features))
-    on_landmark = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
-    landmarks = farthest_points(features, n_landmarks, on_pick=on_landmark).indices
-    X = features[landmarks].astype(np.float64)
-    K = np.asarray(kernel(X, X))
-    del X
-    return landmarks[cur_from_kernel(K, min(n, len(landmarks)))]
 
 
 # --- sums over kernel rows, and rows that are kept ------------------------------------------------

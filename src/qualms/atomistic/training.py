@@ -55,7 +55,6 @@ from qualms.atomistic.label_checks import (
 )
 from qualms.atomistic.passes import (
     CHUNK,
-    LANDMARKS,
     SMALLEST,
     Rows,
     TrainingProblem,
@@ -73,7 +72,12 @@ from qualms.atomistic.settings import Settings, parse_memory, with_representatio
 from qualms.atomistic.structures import FrameFiles, symbols_of
 from qualms.calibration.choice import fit_best
 from qualms.calibration.methods import MIN_POINTS, MODEL_METHODS, NoCalibration, with_enough_points
-from qualms.calibration.points import CalibrationData, FullModelData, calibration_data
+from qualms.calibration.points import (
+    CalibrationData,
+    FullModelData,
+    calibration_data,
+    leave_groups_out,
+)
 from qualms.calibration.vectors import MULTIPLICITY, QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, counted, warn
 from qualms.execution import AHEAD, Workers
@@ -100,6 +104,7 @@ from qualms.gp.ensemble import (
     with_points,
 )
 from qualms.gp.noise import group_means, typical_log
+from qualms.gp.representatives import LANDMARKS
 from qualms.gp.sparse_gp import leave_out, novelty_without_own, posterior_deviations
 from qualms.gp.sums import Draw, sums_size
 from qualms.progress import Stages
@@ -613,22 +618,13 @@ def predict_out_of_bag(
 
 def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
     """Return the full model without each group of rows that are kept, and its representatives."""
-    rows, full, kept = model.rows, model.full, model.rows.kept
+    rows, kept = model.rows, model.rows.kept
     owners, whitening = _owners(model), rows.points.whitening
-    left_out = leave_out(
-        full.process,
-        kept.Phi,
-        full.y,
-        sample_weight=full.weight,
-        groups=kept.groups,
-        group_columns=whitening.columns_of(kept.groups, owners),
-    )
     # Novelty is known for rows of the target alone; it is zero elsewhere.
     q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
     q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
-    p, q = np.sqrt(left_out.variance), np.sqrt(q2)
-    data = FullModelData(left_out.residuals[:, 0], p, q, left_out.same_basis[:, 0])
-    return replace(data.scaled(model.scale), has_posterior=settings.n_drawn > 0)
+    (target,) = leave_groups_out(model.full, kept, whitening, owners, np.sqrt(q2))
+    return replace(target, has_posterior=settings.n_drawn > 0)
 
 
 def _owners(model: SparseModel) -> IntArray:

@@ -16,7 +16,6 @@ from qualms.calibration.methods import (
     METHODS,
     Calibration,
     PowerCalibration,
-    extrapolate_std,
     fit_calibration,
     variance_scale,
 )
@@ -31,7 +30,6 @@ __all__ = [
     "calibration_data",
     "confidence_intervals",
     "cross_validate",
-    "extrapolate_std",
     "fit_calibration",
     "fit_grouped",
     "variance_scale",

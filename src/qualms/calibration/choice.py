@@ -26,27 +26,17 @@ from qualms.errors import CalibrationError, InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 from qualms.metrics import gaussian_log_density
 
-#: Absences that the paper requires of methods that neglect the sampling error of ŝ, and the
-#: smallest number of such points.
-_PAPER_ABSENT, _N_PAPER = 5, 30
-#: Points, and groups, that are enough for confidence intervals, and bootstrap samples.
-_N_POINTS, _N_GROUPS, _N_RESAMPLES = 1000, 50, 200
-#: Standard deviations whose logarithms differ by less than this do not determine γ.
-_ALIKE = 0.01
-#: Negligible differences of the mean log likelihood.
-_NEGLIGIBLE = 1e-4
-
 
 def out_of_bag_points(data: CalibrationData, method: str) -> BoolArray:
     """Return which out-of-bag points (n,) a method is fitted to.
 
     E[z²/ŝ²] ∝ (c − 1)/(c − 3) is infinite for c = 3 members. Methods that neglect the sampling
     error of ŝ are fitted to points absent from five members or more, as in the paper; if there are
-    few such points, to all. The others account for c and use all points.
+    fewer than 30 such points, to all. The others account for c and use all points.
     """
-    often_absent: BoolArray = data.n_members >= _PAPER_ABSENT
+    often_absent: BoolArray = data.n_members >= 5
     neglects = method in STD_METHODS and N_PARAMETERS[method] > 0
-    if neglects and np.count_nonzero(often_absent) >= _N_PAPER:
+    if neglects and np.count_nonzero(often_absent) >= 30:
         return often_absent
     return np.ones(len(data.n_members), dtype=bool)
 
@@ -124,7 +114,7 @@ def confidence_intervals(
     if n_groups < 2:
         return ConfidenceIntervals(None, None, level)
     rng = np.random.default_rng(0)
-    n_subset = min(n_groups, max(n_groups * _N_POINTS // n, _N_GROUPS))
+    n_subset = min(n_groups, max(n_groups * 1000 // n, 50))
     codes = rng.permutation(n_groups)[codes]
     subset, codes = data.some(codes < n_subset), codes[codes < n_subset]
 
@@ -137,7 +127,7 @@ def confidence_intervals(
         parameters = [refit(subset.weights)]
     except CalibrationError:  # few errors are not zero
         return ConfidenceIntervals(None, None, level)
-    for _ in range(_N_RESAMPLES):
+    for _ in range(200):
         counts = np.bincount(rng.integers(n_subset, size=n_groups), minlength=n_subset)
         with suppress(CalibrationError):
             parameters.append(refit(subset.weights * counts[codes]))
@@ -145,9 +135,9 @@ def confidence_intervals(
     quantiles = np.quantile(parameters, [tail, 1 - tail], axis=0)
     shift = np.array([calibration.alpha, calibration.gamma]) - parameters[0]
     low, high = np.maximum(quantiles + shift, 0.0).tolist()
-    # γ matters if σ ∝ s^γ depends on the point.
+    # γ matters if σ ∝ s^γ depends on the point, by one per cent.
     proportional = replace(calibration, gamma=1.0, centre=0.0).std_of(data)
-    varied = calibration.n_parameters < 2 or np.ptp(np.log(proportional)) > _ALIKE
+    varied = calibration.n_parameters < 2 or np.ptp(np.log(proportional)) > 0.01
     return ConfidenceIntervals((low[0], high[0]), (low[1], high[1]) if varied else None, level)
 
 
@@ -180,8 +170,8 @@ class Candidate:
 
     @property
     def is_as_good(self) -> bool:
-        """Whether the best is ahead by no more than one standard error."""
-        return self.behind <= max(self.standard_error, _NEGLIGIBLE)
+        """Whether the best is ahead by no more than one standard error, or by next to nothing."""
+        return self.behind <= max(self.standard_error, 1e-4)
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,6 @@ import numpy as np
 from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError
 
-#: Scores that are stored.
-_N_SCORES = 1000
-
 
 @dataclass(frozen=True)
 class Conformal:
@@ -43,11 +40,11 @@ class Conformal:
 def fit_conformal(scores: Float64Array, groups: IntArray) -> Conformal:
     """Return the distribution of scores (n,) of points that belong to groups (n,).
 
-    Some of many scores are stored, which makes intervals wider, by little.
+    At most 1000 scores are stored, which makes intervals wider, by little.
     """
     codes, sizes = np.unique(groups, return_inverse=True, return_counts=True)[1:]
     order = np.argsort(scores, kind="stable")
     probabilities = np.cumsum(1 / sizes[codes[order]]) / (len(sizes) + 1)
     n = len(scores)
-    ranks = np.unique(np.linspace(0, n - 1, min(_N_SCORES, n)).round().astype(int))
+    ranks = np.unique(np.linspace(0, n - 1, min(1000, n)).round().astype(int))
     return Conformal(scores[order][ranks], probabilities[ranks])

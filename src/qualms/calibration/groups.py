@@ -23,17 +23,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qualms.arrays import Float64Array, FloatArray, IntArray, StrArray
+from qualms.arrays import Float64Array, IntArray, StrArray
 from qualms.calibration.methods import Calibration, fit_calibration, log_std_moments
 from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError
 from qualms.gp.ensemble import group_codes, group_scatter
 
-#: Bounds of ln f, step of its derivatives, and its accuracy.
-_WIDEST, _STEP, _PRECISE = 7.0, 3e-3, 1e-5
-#: Factors have converged if ln f changes by less than this.
-_SETTLED = 2e-3
-_MAX_TURNS = 20
+#: Step of the derivatives in ln f.
+_STEP = 3e-3
 
 
 @dataclass(frozen=True)
@@ -66,26 +63,6 @@ class GroupedCalibration:
     def common(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> CalibrationData:
         """Return errors without the factors, z/f, to which the overall calibration is fitted."""
         return data.divided(self.factors(labels))
-
-    def density_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
-        """Return ln p(z | ŝ) of points (n,) with these labels: ln p(z/f | ŝ) − ln f."""
-        return self.overall.density_of(self.common(data, labels)) - np.log(self.factors(labels))
-
-    def std(
-        self, ensemble_std: FloatArray, n_members: int | IntArray, labels: Sequence[str] | StrArray
-    ) -> Float64Array:
-        """Return the calibrated standard deviations (n,) of points.
-
-        Parameters
-        ----------
-        ensemble_std : (n,) array
-            ŝ.
-        n_members : int or (n,) array of int
-            Number of members that ŝ is taken over.
-        labels : sequence of n str
-            The group of each point.
-        """
-        return np.asarray(self.factors(labels) * self.overall.std(ensemble_std, n_members))
 
     def std_of(self, data: CalibrationData, labels: Sequence[str] | StrArray) -> Float64Array:
         """Return the calibrated standard deviations of points (n,) of data with these labels."""
@@ -122,13 +99,13 @@ def fit_grouped(
     grouped = near
     if grouped is None:
         grouped = fit_groups(data, fit_calibration(data, method), labels, clusters=clusters)
-    for _ in range(_MAX_TURNS):
+    for _ in range(20):
         before = _centered(grouped)
         overall = fit_calibration(before.common(data, labels), method, before.overall)
         grouped = fit_groups(data, overall, labels, clusters=clusters, near=before)
         names = [*grouped.groups]
         change = np.log(grouped.factors(names) / before.factors(names))
-        if np.all(np.abs(change) < _SETTLED):
+        if np.all(np.abs(change) < 2e-3):
             break
     overall = grouped.overall.fitted_to(grouped.common(data, labels))
     return replace(grouped, overall=overall)
@@ -207,7 +184,7 @@ def _log_factors(
 ) -> Float64Array:
     """Return the ln f (G,) that maximises the likelihood of each group, by Newton's method."""
     x = start.copy()
-    for _ in range(_MAX_TURNS):
+    for _ in range(20):
         here, below, above = (
             np.bincount(which, data.weights * d) for d in _densities(data, overall, x[which])
         )
@@ -215,8 +192,8 @@ def _log_factors(
         slope = (above - below) / (2 * _STEP)
         uphill = np.sign(slope)  # by one, where the likelihood is not concave
         step = np.divide(-slope, curvature, out=uphill, where=curvature < 0).clip(-1.0, 1.0)
-        previous, x = x, np.clip(x + step, -_WIDEST, _WIDEST)
-        if np.all(np.abs(x - previous) <= _PRECISE):
+        previous, x = x, np.clip(x + step, -7.0, 7.0)
+        if np.all(np.abs(x - previous) <= 1e-5):
             break
     return x
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from scipy.optimize import brentq, minimize, minimize_scalar
-from scipy.special import digamma, gammaln, polygamma, stdtrit
+from scipy.special import digamma, gammaln, logsumexp, ndtr, polygamma, stdtrit
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, check_number
 from qualms.calibration.conformal import Conformal, fit_conformal
@@ -20,13 +20,8 @@ from qualms.calibration.points import CalibrationData, make_folds, n_effective
 from qualms.errors import CalibrationError, InputError, QualmsWarning, unknown_choice
 from qualms.metrics import gaussian_log_density, student_log_density
 
-#: Points up to which calibrations that conformal scores refer to are cross-fitted, and folds.
-_FEW_POINTS, _N_FOLDS = 500, 5
 #: Exponents of ŝ that are tried. A larger standard deviation never means a smaller error.
 GAMMA_RANGE = (0.0, 5.0)
-#: Standard deviations whose logarithms differ by less than this are equal.
-_EQUAL = 1e-6
-_LOG_2PI = float(np.log(2 * np.pi))
 P_co = TypeVar("P_co", covariant=True)
 
 
@@ -99,23 +94,9 @@ class Calibration(ABC):
             Number of posterior members that p is taken over; p is exact if not given.
         """
 
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return ln p(z | ŝ) of the predictive density, per point: a Gaussian, Eq. (5), or other.
-
-        Parameters
-        ----------
-        residuals, ensemble_std : (n,) arrays
-            z and ŝ.
-        n_members : int or (n,) array of int
-            Number of members that ŝ is taken over.
-        """
-        return gaussian_log_density(residuals, self.std(ensemble_std, n_members))
-
     def density_of(self, data: CalibrationData) -> Float64Array:
-        """Return ln p(z | ŝ) of each point of the data: (n,)."""
-        return self.log_density(data.residuals, data.ensemble_std, data.n_members)
+        """Return ln p(z | ŝ) of each point of the data, of a Gaussian, Eq. (5), or other: (n,)."""
+        return gaussian_log_density(data.residuals, self.std_of(data))
 
     def std_of(self, data: CalibrationData) -> Float64Array:
         """Return the calibrated standard deviation of each point of the data: (n,)."""
@@ -128,8 +109,8 @@ class Calibration(ABC):
         them make their scores smaller than those of new points.
         """
         std, codes = self.std_of(data), data.codes
-        if len(codes) <= _FEW_POINTS and codes.max() + 1 >= _N_FOLDS:
-            for out in make_folds(codes, _N_FOLDS):
+        if len(codes) <= 500 and codes.max() >= 4:
+            for out in make_folds(codes, 5):
                 with suppress(CalibrationError):  # if the others are too few
                     std[out] = self.fit(data.some(~out), self).std_of(data.some(out))
         return fit_conformal(np.abs(data.residuals) / std, codes)
@@ -222,7 +203,7 @@ class PowerCalibration(Calibration):
             return 0.5 * float(np.log(data.mean(squares)))
 
         gamma = 1.0
-        if np.ptp(log_std) >= _EQUAL:
+        if np.ptp(log_std) >= 1e-6:  # or all are equal
             optimum = minimize_scalar(
                 log_scale, bounds=GAMMA_RANGE, method="bounded", options={"xatol": 1e-8}
             )
@@ -279,70 +260,7 @@ def variance_scale(
     return float(np.average((np.asarray(residuals) / np.asarray(std)) ** 2, weights=weights))
 
 
-@dataclass(frozen=True)
-class StdExtrapolation:
-    """The power law σ_n ∝ n^(−β) √(1 − n/N), with β = `exponent` and N = `n_train`."""
-
-    exponent: float
-    n_train: int
-
-    def alpha(self, subsample: int) -> float:
-        """Return the factor from the standard deviation of subsamples of this size to N."""
-        if not 0 < subsample < self.n_train:
-            raise InputError(
-                f"`subsample` is {subsample}; it must lie between 0 and N = {self.n_train}.",
-                parameter="subsample",
-            )
-        ratio = subsample / self.n_train
-        return float(ratio**self.exponent / (1 - ratio) ** 0.5)
-
-
-def extrapolate_std(
-    subsamples: Sequence[int], ensemble_stds: Sequence[FloatArray], n_train: int
-) -> StdExtrapolation:
-    """Fit a power law of the subsample size to ensemble standard deviations (Politis et al. 1999).
-
-    The factor √(1 − n/N) of drawing without replacement is not part of the extrapolation to N.
-
-    Parameters
-    ----------
-    subsamples : sequence of int
-        At least two different sizes n < N.
-    ensemble_stds : sequence of arrays
-        For each size σ_n > 0 of the same test points; their geometric mean is fitted.
-    n_train : int
-        N.
-    """
-    n = np.asarray(subsamples, dtype=np.float64)
-    if len(np.unique(n)) < 2 or len(n) != len(ensemble_stds) or n.min() < 1 or n.max() >= n_train:
-        raise InputError(
-            f"`subsamples` are {list(subsamples)}; at least two different sizes 1 ≤ n < N = "
-            f"{n_train} are needed, one for each array of standard deviations.",
-            parameter="subsamples",
-        )
-    if not all(
-        np.size(s) and np.all(np.isfinite(s)) and np.all(np.asarray(s) > 0) for s in ensemble_stds
-    ):
-        raise InputError(
-            "Some of the `ensemble_stds` are not positive finite numbers.",
-            parameter="ensemble_stds",
-        )
-    log_sigma = np.array([np.mean(np.log(s)) for s in ensemble_stds]) - 0.5 * np.log(
-        1 - n / n_train
-    )
-    return StdExtrapolation(-float(np.polyfit(np.log(n), log_sigma, 1)[0]), n_train)
-
-
 # --- student --------------------------------------------------------------------------------------
-
-#: Φ(1): the probability below +σ of a Gaussian.
-_ONE_SIGMA = 0.8413447460685429
-#: Rounds of the moment estimate of the distribution of ln s, and its smallest variance τ².
-_ROUNDS, _LEAST = 20, 1e-3
-#: Values of ln ŝ further from the median than this multiple of the median distance are moved there.
-_LIMIT = 6.0
-#: Scatter of ln p that is too small to depend on.
-_ALIKE = 0.05
 
 
 def log_std_moments(dof: float | FloatArray) -> tuple[Float64Array, Float64Array]:
@@ -372,21 +290,21 @@ def fit_log_std_prior(
     log_s = np.log(data.ensemble_std) - bias
     # Points that all members agree on, such as isolated atoms, must not determine τ.
     median = np.median(log_s)
-    limit = _LIMIT * float(np.median(np.abs(log_s - median)))
+    limit = 6 * float(np.median(np.abs(log_s - median)))
     log_s = np.clip(log_s, median - limit, median + limit)
     design, typical = np.ones((len(log_s), 1)), 0.0
     if of_posterior and data.posterior_std is not None and np.all(data.posterior_std > 0):
         log_p = np.log(data.posterior_std)
         typical = float(np.mean(log_p))
-        if np.std(log_p) > _ALIKE:
+        if np.std(log_p) > 0.05:  # or there is nothing to depend on
             design = np.column_stack([design, log_p - typical])
     tau2 = 1.0
-    for _ in range(_ROUNDS):
+    for _ in range(20):
         w = data.weights / (v + tau2)
         root = np.sqrt(w)
         coefficients = np.linalg.lstsq(design * root[:, None], log_s * root, rcond=None)[0]
         residuals = log_s - design @ coefficients
-        tau2 = max(float(np.average(residuals**2 - v, weights=w)), _LEAST)
+        tau2 = max(float(np.average(residuals**2 - v, weights=w)), 1e-3)
     m, beta = [*coefficients.tolist(), 0.0][:2]
     return m - beta * typical, beta, tau2**0.5
 
@@ -478,15 +396,13 @@ class StudentCalibration(Calibration):
         """Return the standard deviation; the half-width of 68 % where t has no variance."""
         nu = self.dof(n_members)
         of_variance = np.sqrt(nu / np.where(nu > 2, nu - 2, 1.0))
-        ratio = np.where(nu > 2, of_variance, stdtrit(nu, _ONE_SIGMA))
+        ratio = np.where(nu > 2, of_variance, stdtrit(nu, ndtr(1.0)))
         return np.asarray(ratio * self.scale(ensemble_std, n_members))
 
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return ln p(z | ŝ) of Student's t, per point."""
-        scale = self.scale(ensemble_std, n_members)
-        return student_log_density(residuals, scale, self.dof(n_members))
+    def density_of(self, data: CalibrationData) -> Float64Array:
+        """Return ln p(z | ŝ) of Student's t, of each point of the data: (n,)."""
+        scale = self.scale(data.ensemble_std, data.n_members)
+        return student_log_density(data.residuals, scale, self.dof(data.n_members))
 
     def typical_factor(self, n_members: int) -> float | None:
         """Return σ/ŝ at the geometric mean of s."""
@@ -500,28 +416,10 @@ class StudentCalibration(Calibration):
 
 #: Nodes of the quadrature of shrinkage.
 _NODES = np.linspace(-4.5, 4.5, 61)
-#: Points at a time: their arrays fit in the cache.
-_CHUNK = 512
 #: Size of the subset that the start of a larger fit of shrinkage is taken from.
 START_POINTS = 2000
-#: Nodes of at most so many points are cached: 150 MB.
-CACHED_POINTS = 100_000
-#: Standard deviations τ below the mean of ln s that ln ŝ is taken to be at least.
-_WIDTHS = 3.0
 #: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
 _SHRINKAGE_BOUNDS = [(-15.0, 15.0), GAMMA_RANGE, (-10.0, 10.0), (-6.0, 3.0)]
-
-
-class _Nodes(NamedTuple):
-    """Quadrature over u = ln s for some points: ∫ p(ŝ|u) f(u) du ≈ Σ_q exp(log_weight) f(u)."""
-
-    u: Float64Array  # (b, Q)
-    s2: Float64Array  # (b, Q): exp(2u)
-    log_weight: Float64Array  # (b, Q)
-
-
-#: Makes the nodes of all points, some points at a time.
-_AllNodes = Callable[[], Iterable[tuple[slice, _Nodes]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,7 +480,7 @@ class ShrinkageCalibration(Calibration):
             theta = minimize(
                 _shrinkage_objective,
                 theta,
-                (scaled, _placed(scaled, theta)),
+                (scaled, theta[2], np.exp(theta[3])),
                 jac=True,
                 method="L-BFGS-B",
                 bounds=_SHRINKAGE_BOUNDS,
@@ -604,7 +502,7 @@ class ShrinkageCalibration(Calibration):
         """Return the calibrated standard deviation."""
         s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
         # Members may agree by chance: ŝ is not taken to be smaller than nearly all s are.
-        least = np.exp(self.log_std_mean - _WIDTHS * self.log_std_std)
+        least = np.exp(self.log_std_mean - 3 * self.log_std_std)
         flat, counts = np.maximum(s.reshape(-1), least), c.reshape(-1)
         variance = np.empty(flat.shape)
         for part in _chunks(flat.size):
@@ -613,17 +511,13 @@ class ShrinkageCalibration(Calibration):
             variance[part] = np.sum(post * v, axis=1) / post.sum(axis=1)
         return np.sqrt(variance).reshape(s.shape)
 
-    def log_density(
-        self, residuals: FloatArray, ensemble_std: FloatArray, n_members: int | IntArray
-    ) -> Float64Array:
-        """Return ln p(z | ŝ), a mixture of Gaussians of all variances that ŝ allows, per point."""
-        z = np.asarray(residuals, dtype=np.float64)
-        s, c = np.broadcast_arrays(np.asarray(ensemble_std, dtype=np.float64), n_members)
-        density = np.empty(z.shape)
-        for part in _chunks(z.size):
-            log_post, v = self._posterior(s[part], c[part])
-            joint = log_post - 0.5 * (np.log(v) + z[part, None] ** 2 / v)
-            density[part] = _log_sum(joint) - _log_sum(log_post) - 0.5 * _LOG_2PI
+    def density_of(self, data: CalibrationData) -> Float64Array:
+        """Return ln p(z | ŝ), a mixture of Gaussians of all variances that ŝ allows: (n,)."""
+        density = np.empty(len(data.residuals))
+        for part in _chunks(density.size):
+            log_post, v = self._posterior(data.ensemble_std[part], data.n_members[part])
+            joint = log_post - 0.5 * (np.log(2 * np.pi * v) + data.residuals[part, None] ** 2 / v)
+            density[part] = logsumexp(joint, axis=1) - logsumexp(log_post, axis=1)
         return density
 
     def _posterior(
@@ -631,24 +525,24 @@ class ShrinkageCalibration(Calibration):
     ) -> tuple[Float64Array, Float64Array]:
         """Return ln p(u|ŝ), but for a constant, and the variance of z at the nodes."""
         m, tau = self.log_std_mean, self.log_std_std
-        nodes = _quadrature(ensemble_std, c, m, tau)
-        v = np.exp(2 * (np.log(self.alpha) + self.gamma * nodes.u))
-        v += self.centre**2 * nodes.s2 / c[:, None]
-        return nodes.log_weight - 0.5 * ((nodes.u - m) / tau) ** 2, v
+        u, s2, log_weight = _quadrature(ensemble_std, c, m, tau)
+        v = np.exp(2 * (np.log(self.alpha) + self.gamma * u))
+        v += self.centre**2 * s2 / c[:, None]
+        return log_weight - 0.5 * ((u - m) / tau) ** 2, v
 
 
 def _chunks(n: int) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, n, _CHUNK))
+    """Yield slices of 512 points, whose arrays fit in the cache."""
+    return (slice(start, start + 512) for start in range(0, n, 512))
 
 
-def _log_sum(logs: Float64Array) -> Float64Array:
-    """Return ln Σ exp over the nodes: (b,). SciPy's takes twice the time."""
-    largest = logs.max(axis=1)
-    return np.asarray(largest + np.log(np.exp(logs - largest[:, None]).sum(axis=1)))
+def _quadrature(
+    ensemble_std: Float64Array, c: IntArray, m: float, tau: float
+) -> tuple[Float64Array, Float64Array, Float64Array]:
+    """Return nodes u, s² = exp(2u), and the logarithms of their weights, (n, Q) each.
 
-
-def _quadrature(ensemble_std: Float64Array, c: IntArray, m: float, tau: float) -> _Nodes:
-    """Place the nodes at the posterior of u given ŝ, and weigh them with p(ŝ|u).
+    ∫ p(ŝ|u) f(u) du is the weighted sum of f(u). The nodes are placed at the posterior of u given
+    ŝ, for a prior of mean m and width τ.
 
     q = (c−1)ŝ²/s² is χ² with ν = c−1, so the density of ln ŝ is 2q f_χ²(q) ∝ q^{ν/2} e^{−q/2}.
     """
@@ -663,37 +557,26 @@ def _quadrature(ensemble_std: Float64Array, c: IntArray, m: float, tau: float) -
     log_step = np.log(2 * (_NODES[1] - _NODES[0]) * np.cosh(_NODES)) + np.log(width)
     constant = gammaln(nu / 2) + 0.5 * nu * np.log(2)
     log_weight = 0.5 * (nu * log_q - q) + (log_step - constant)
-    return _Nodes(u, nu * ensemble_std[:, None] ** 2 / q, log_weight)
-
-
-def _placed(data: CalibrationData, theta: Float64Array) -> _AllNodes:
-    """Place the nodes of all points by the m and the τ of some θ; they are cached if few."""
-    n, m, tau = len(data.residuals), float(theta[2]), float(np.exp(theta[3]))
-
-    def nodes() -> Iterator[tuple[slice, _Nodes]]:
-        for part in _chunks(n):
-            yield part, _quadrature(data.ensemble_std[part], data.n_members[part], m, tau)
-
-    if n > CACHED_POINTS:
-        return nodes
-    cache = list(nodes())
-    return lambda: cache
+    return u, nu * ensemble_std[:, None] ** 2 / q, log_weight
 
 
 def _shrinkage_objective(
-    theta: Float64Array, data: CalibrationData, nodes: _AllNodes
+    theta: Float64Array, data: CalibrationData, m_nodes: float, tau_nodes: float
 ) -> tuple[float, Float64Array]:
     """Return minus the mean ln p(z, ŝ), and its gradient in θ = (ln α, γ, m, ln τ).
 
-    The nodes are fixed, so the gradient is the posterior mean of the gradient of the integrand.
+    The nodes are those of a fixed m and τ, so the gradient is the posterior mean of the gradient of
+    the integrand.
     """
     log_alpha, gamma, m, log_tau = theta
     tau2 = np.exp(2 * log_tau)
     n = len(data.residuals)
     log_density, gradients = np.empty(n), np.empty((n, 4))
-    for part, (u, s2, log_weight) in nodes():
+    for part in _chunks(n):
+        s, c = data.ensemble_std[part], data.n_members[part]
+        u, s2, log_weight = _quadrature(s, c, m_nodes, tau_nodes)
         scaled_part = np.exp(2 * (log_alpha + gamma * u))
-        v = scaled_part + data.centre**2 * s2 / data.n_members[part, None]
+        v = scaled_part + data.centre**2 * s2 / c[:, None]
         ratio = data.residuals[part, None] ** 2 / v
         offset = u - m
         prior2 = offset**2 / tau2
@@ -703,7 +586,7 @@ def _shrinkage_objective(
         posterior = np.exp(exponent - largest) / np.sqrt(v)
         total = posterior.sum(axis=1, keepdims=True)
         posterior /= total
-        log_density[part] = (np.log(total) + largest)[:, 0] - log_tau - _LOG_2PI
+        log_density[part] = (np.log(total) + largest)[:, 0] - log_tau - np.log(2 * np.pi)
         d_log_v = posterior * (ratio - 1) * scaled_part / v
         gradients[part, 0] = d_log_v.sum(axis=1)
         gradients[part, 1] = np.einsum("bq,bq->b", d_log_v, u)
@@ -718,10 +601,6 @@ def _shrinkage_objective(
 MIN_POINTS = 20
 #: Points that are enough to choose the sources, and to fit ν.
 _N_SOURCES = 5000
-#: Bounds of the logarithm of the share of a source in the mean square error.
-_SHARES = (-20.0, 5.0)
-#: Bounds of 1/ν: t has no variance at 1/2, and cannot be told from a Gaussian below the first.
-_TAILS = (1e-4, 0.5 - 1e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -872,10 +751,6 @@ class SourcesCalibration(Calibration):
             variance = variance + (self.novelty * np.asarray(novelty_std)) ** 2
         return np.asarray(np.sqrt(variance))
 
-    def density_of(self, data: CalibrationData) -> Float64Array:
-        """Return the Gaussian ln p(z | ŝ, p, q) of each point of the data: (n,)."""
-        return gaussian_log_density(data.residuals, self.std_of(data))
-
     def predictive_dof(self, n_members: int) -> float:
         """Return ν of the errors; infinite if they are Gaussian."""
         return 1 / self.inverse_dof if self.inverse_dof else np.inf
@@ -919,7 +794,8 @@ def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
         scale = np.full(len(u), np.sqrt(1 - 2 * x))  # s/σ = √((ν − 2)/ν)
         return -float(share @ student_log_density(u, scale, 1 / x))
 
-    fit = minimize_scalar(minus_log_likelihood, bounds=_TAILS, method="bounded")
+    # t has no variance at 1/ν = 1/2, and cannot be told from a Gaussian near 0.
+    fit = minimize_scalar(minus_log_likelihood, bounds=(1e-4, 0.5 - 1e-4), method="bounded")
     gaussian = -float(share @ gaussian_log_density(u, np.ones(len(u))))
     return float(fit.x) if n * (gaussian - float(fit.fun)) > 1 else 0.0
 
@@ -937,10 +813,8 @@ def _choose_sources(
 
     def aic(names: tuple[str, ...]) -> float:
         k, X = len(names), np.stack([columns[name][some] for name in names], axis=1)
-        minus_log_likelihood = _fit_variances(z[some], weights[some], X, offset[some], n_starts=1)[
-            1
-        ]
-        return 2 * k + 2 * n * minus_log_likelihood + 2 * k * (k + 1) / max(n - k - 1, 1e-9)
+        _, minus_log_l = _fit_variances(z[some], weights[some], X, offset[some], n_starts=1)
+        return 2 * k + 2 * n * minus_log_l + 2 * k * (k + 1) / max(n - k - 1, 1e-9)
 
     subsets = (names for k in range(1, len(columns) + 1) for names in combinations(columns, k))
 
@@ -979,11 +853,11 @@ def _fit_variances(
     if k > 1:
         starts += [np.where(np.arange(k) == j, 0.0, -5.0) for j in range(k)]
     fits = [
-        minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[_SHARES] * k)
+        minimize(objective, t, jac=True, method="L-BFGS-B", bounds=[(-20.0, 5.0)] * k)
         for t in starts[:n_starts]
     ]
     best = min(fits, key=lambda fit: float(fit.fun))
-    return unit * np.exp(best.x), float(best.fun) + 0.5 * _LOG_2PI
+    return unit * np.exp(best.x), float(best.fun) + 0.5 * float(np.log(2 * np.pi))
 
 
 # --- registry -------------------------------------------------------------------------------------
@@ -1017,13 +891,12 @@ def class_of(method: str) -> type[Calibration]:
     return MODEL_METHODS[method]
 
 
-#: Ranges of parameters; others are between 0 and `_LARGEST`. Logarithms are those of standard
+#: Ranges of parameters; others are between 0 and 10¹⁰⁰. Logarithms are those of standard
 #: deviations.
-_LARGEST = 1e100
 _RANGES = {
     "gamma": GAMMA_RANGE,
     "centre": (0.0, 1.0),
-    "log_likelihood": (-_LARGEST, _LARGEST),
+    "log_likelihood": (-1e100, 1e100),
     "log_std_mean": (-300.0, 300.0),
     "log_std_slope": (-100.0, 100.0),
     "log_std_std": (1e-6, 100.0),
@@ -1036,7 +909,7 @@ _RANGES = {
 def build_calibration(method: str, parameters: Mapping[str, Any]) -> Calibration:
     """Build a calibration from the result of `Calibration.parameters`; numbers are checked."""
     for name, value in parameters.items():
-        low, high = _RANGES.get(name, (0.0, _LARGEST))
+        low, high = _RANGES.get(name, (0.0, 1e100))
         if check_number(name, value, low) > high:
             raise InputError(f"`{name}` is {value}; it is at most {high:g}.", parameter=name)
         if name in ("n_points", "n_subsampled"):

@@ -19,10 +19,16 @@ from qualms.arrays import (
     check_points,
 )
 from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
-from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, group_codes, out_of_bag_prediction
+from qualms.gp.ensemble import (
+    MIN_ABSENT,
+    FullModel,
+    ensemble_mean_std,
+    group_codes,
+    out_of_bag_prediction,
+)
+from qualms.gp.sparse_gp import Whitening, leave_out
+from qualms.gp.sums import KeptRows
 
-#: Number of members whose standard deviation has no sampling error.
-_EXACT = 1_000_000
 D = TypeVar("D", "CalibrationData", "FullModelData")
 
 
@@ -99,7 +105,7 @@ class CalibrationData:
         return n_effective(np.bincount(self.codes, self.weights))
 
     def some(self, chosen: BoolArray) -> CalibrationData:
-        """Return some of the points."""
+        """Return the chosen points (n,)."""
         return _with_arrays(self, lambda values: values[chosen])
 
     def divided(self, factors: Float64Array) -> CalibrationData:
@@ -150,7 +156,7 @@ class FullModelData:
         data = CalibrationData(
             residuals=self.residuals,
             ensemble_std=self.posterior_std,
-            n_members=np.full(n, _EXACT),
+            n_members=np.full(n, 1_000_000),  # a standard deviation without sampling error
             weights=np.ones(n),
             novelty_std=self.novelty_std,
             centre=0.0,
@@ -170,7 +176,7 @@ class FullModelData:
         return _with_arrays(self, lambda values: values * factor)
 
     def some(self, chosen: BoolArray | IntArray) -> FullModelData:
-        """Return some of the points."""
+        """Return the chosen points: a mask (n,), or their places."""
         return _with_arrays(self, lambda values: values[chosen])
 
 
@@ -178,6 +184,46 @@ def _with_arrays(data: D, change: Callable[[Any], Any]) -> D:
     """Return data with each array changed."""
     arrays = {k: change(v) for k, v in vars(data).items() if isinstance(v, np.ndarray)}
     return replace(data, **arrays)
+
+
+def leave_groups_out(
+    full: FullModel,
+    kept: KeptRows,
+    whitening: Whitening,
+    owners: IntArray,
+    novelty_std: Float64Array,
+) -> list[FullModelData]:
+    """Return, for each output, the full model without the group of each row that is kept.
+
+    The representatives of the group are left out as well: a new point is none.
+
+    Parameters
+    ----------
+    full : FullModel
+    kept : KeptRows
+        N rows of whole groups.
+    whitening : Whitening
+    owners : (r,) array of int
+        Group of each representative.
+    novelty_std : (N,) array
+        q of the rows, without the representatives of their group, for a prior of unit variance.
+    """
+    left_out = leave_out(
+        full.process,
+        kept.Phi,
+        full.y,
+        sample_weight=full.weight,
+        groups=kept.groups,
+        group_columns=whitening.columns_of(kept.groups, owners),
+    )
+    p, outputs = (
+        np.sqrt(left_out.variance),
+        zip(left_out.residuals.T, left_out.same_basis.T, strict=True),
+    )
+    return [
+        FullModelData(z, p, novelty_std, with_own).scaled(scale)
+        for (z, with_own), scale in zip(outputs, full.scale, strict=True)
+    ]
 
 
 def calibration_data(

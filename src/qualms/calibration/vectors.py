@@ -9,8 +9,8 @@ shrunk towards a sphere:
 
 r² being the mean square of ŝ over components, s̄ the mean eigenvalue of Ĉ, and u the isotropy.
 Tensors are vectors of six components, those off the diagonal multiplied by √2. In directions in
-which the members agree, because of symmetry, there is no uncertainty: I is ∝ Ĉ/(Ĉ + κ s̄) with a
-small κ, such that Σ has the trace of Ĉ σ²/r². The calibration σ(r) is fitted to components divided
+which the members agree, because of symmetry, there is no uncertainty: I is ∝ Ĉ/(Ĉ + κ s̄) with
+κ = 0.01, such that Σ has the trace of Ĉ σ²/r². The calibration σ(r) is fitted to components divided
 by `component_share`.
 
 Everything about a quantity is computed from out-of-bag points, which a model keeps: another method,
@@ -39,10 +39,6 @@ MULTIPLICITY = {3: np.ones(3), 6: np.array([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]), 9: n
 INDEPENDENT_COMPONENTS = 2
 #: Shares of a sphere that are tried in the covariance of the members of a vector.
 ISOTROPIES = (0.0, 0.25, 0.5, 0.75, 1.0)
-#: κ, the share of its variance below which the members of a vector agree in a direction.
-_SYMMETRIC = 0.01
-#: Points that are enough for factors of elements, and a difference of these that is none.
-_N_POINTS, _EQUAL = 10_000, 1e-3
 
 
 def vector_std(ensemble_std: FloatArray) -> Float64Array:
@@ -80,7 +76,7 @@ def shrink_towards_sphere(members: Float64Array, isotropy: float) -> Float64Arra
     variances, axes = np.linalg.eigh(X @ np.swapaxes(X, -1, -2))
     variances = np.maximum(variances, 0.0)
     mean_variance = variances.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
-    sphere = variances / (variances + _SYMMETRIC * mean_variance)
+    sphere = variances / (variances + 0.01 * mean_variance)
     sphere /= sphere.mean(axis=-1, keepdims=True) + np.finfo(np.float64).tiny
     target = (1 - isotropy) * variances + isotropy * mean_variance * sphere
     factors = np.sqrt(calibration_factors(target, variances))
@@ -160,21 +156,22 @@ def _by_element(
 ) -> tuple[Calibration, CalibrationData, dict[str, float]]:
     """Fit a calibration again with a factor of σ for each element; return its points as well.
 
-    They are divided by these factors, whose mean square is one.
+    They are divided by these factors, whose mean square is one. The factors are fitted to some
+    10,000 points.
     """
     nothing: tuple[Calibration, CalibrationData, dict[str, float]] = calibration, points, {}
     if points.element is None or calibration.method == "none":
         return nothing
     symbols = points.element
     some = out_of_bag_points(points, calibration.method)
-    some &= np.arange(len(some)) % (-(-len(some) // _N_POINTS)) == 0
+    some &= np.arange(len(some)) % (-(-len(some) // 10_000)) == 0
     if len(np.unique(symbols[some])) < 2:
         return nothing
     sample = points.some(some)
     grouped = fit_grouped(sample, calibration.method, symbols[some], clusters=sample.groups)
     factors = grouped.factors(symbols)
     factors /= np.sqrt(points.mean(factors**2))
-    if np.ptp(factors) < _EQUAL:
+    if np.ptp(factors) < 1e-3:
         return nothing
     elements = {str(s): float(factors[symbols == s][0]) for s in np.unique(symbols)}
     scaled = points.divided(factors)

@@ -110,19 +110,12 @@ def draw_members(
     return np.stack(counts, axis=1).astype(np.intp)
 
 
-#: Blocks that members are made of: sixteen members of half of 16 blocks differ in eight of them. If
-#: rows are few, more blocks cost nothing, and draws are nearly free.
-_BLOCKS, _MANY_BLOCKS = 16, 64
-#: More blocks that are tried, of which the subsamples may be a whole number.
-_MORE = 4
-#: Blocks without members: noise variances of several quantities are tested on one of them.
-_FOLDS = 5
-#: Difference of the share of the blocks of members to the subsample that was asked for.
-_ROUNDED = 0.02
-
-
 def n_blocks_of(n_members: int, n_rows: int, *, free: bool) -> int:
     """Return the number of blocks, if there are enough groups.
+
+    Sixteen members of half of 16 blocks differ in eight of them. If rows are few, 64 blocks cost
+    nothing, and draws are nearly free. Without members made of them, five blocks are left: noise
+    variances of several quantities are tested on one.
 
     Parameters
     ----------
@@ -131,8 +124,8 @@ def n_blocks_of(n_members: int, n_rows: int, *, free: bool) -> int:
         Whether members are drawn freely rather than made of blocks.
     """
     if free or not n_members:
-        return _FOLDS
-    return _MANY_BLOCKS if n_rows <= _MANY_BLOCKS * FEW_ROWS else _BLOCKS
+        return 5
+    return 64 if n_rows <= 64 * FEW_ROWS else 16
 
 
 def draw_blocks(
@@ -170,7 +163,7 @@ def draw_blocks(
     n_groups = len(labels)
     n = subsample_size(subsample, n_groups) if n_members and not replace else n_groups
     fewest = n_blocks_of(n_members, n_rows, free=free)
-    most = fewest + (0 if free or not n_members else _MORE)
+    most = fewest + (0 if free or not n_members else 4)
     share = n / n_groups
 
     def rounding(size: int) -> tuple[float, bool]:
@@ -195,7 +188,7 @@ def draw_blocks(
             )
         return Draw(block, counts, n_blocks, None)
     of_blocks = draw_members(n_blocks, n_members, 0.5 if replace else share, rng, replace=replace)
-    if not replace and rounding(n_blocks)[0] > _ROUNDED:
+    if not replace and rounding(n_blocks)[0] > 0.02:
         used = of_blocks[:, 0].sum() / n_blocks
         warnings.warn(
             f"Members are trained on {used:.3g} of the data, not {share:.3g}: subsamples are made "
@@ -228,6 +221,10 @@ def with_points(draw: Draw, points: BoolArray, members: BoolArray) -> Draw:
     return Draw(block, of_blocks[block], len(of_blocks), of_blocks)
 
 
+#: Rows that are kept at most, whole groups aside.
+N_KEPT = 10_000
+
+
 def keep_groups(
     groups: IntArray,
     n_rows: IntArray,
@@ -236,6 +233,8 @@ def keep_groups(
     preferred: Sequence[BoolArray] = (),
 ) -> BoolArray:
     """Return points (N,) of random groups, whole ones, that have at least n rows together.
+
+    There are at least ten of them.
 
     Parameters
     ----------
@@ -251,15 +250,11 @@ def keep_groups(
     later = np.ones(len(order), dtype=bool)
     for kind in preferred:
         has = np.bincount(codes, weights=kind, minlength=len(order)) > 0
-        later[np.flatnonzero(has[order])[:_OF_EACH]] = False
+        later[np.flatnonzero(has[order])[:10]] = False
     order = order[np.argsort(later, kind="stable")]
     sizes = np.bincount(codes, weights=n_rows, minlength=len(order))[order]
     n_groups = int(np.searchsorted(np.cumsum(sizes), n)) + 1
-    return np.isin(codes, order[: max(n_groups, _OF_EACH)])
-
-
-#: Rows that are kept at most, whole groups aside, and groups of each quantity at least.
-N_KEPT, _OF_EACH = 10_000, 10
+    return np.isin(codes, order[: max(n_groups, 10)])
 
 
 def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> IntArray:
@@ -350,10 +345,10 @@ class OutOfBagPrediction(NamedTuple):
     n_absent: IntArray
 
 
-def out_of_bag_prediction(
-    members: FloatArray, absent: BoolArray, *, min_absent: int = MIN_ABSENT
-) -> OutOfBagPrediction:
+def out_of_bag_prediction(members: FloatArray, absent: BoolArray) -> OutOfBagPrediction:
     """Average each point over its out-of-bag members. Eqs. (10) and (11), Musil et al. 2019.
+
+    Points absent from fewer than three members are left out.
 
     Parameters
     ----------
@@ -361,8 +356,6 @@ def out_of_bag_prediction(
         Predictions of the training points by all members.
     absent : (N, N_R) array of bool
         Whether the training set of the member lacks the point.
-    min_absent : int
-        Points absent from fewer members are left out; at least 2.
     """
     members = np.asarray(members, dtype=np.float64)
     absent = np.asarray(absent, dtype=bool)
@@ -372,13 +365,8 @@ def out_of_bag_prediction(
             f"{(len(members), members.shape[-1])}.",
             parameter="absent",
         )
-    if min_absent < 2:
-        raise InputError(
-            f"`min_absent` is {min_absent}; a standard deviation needs at least 2 members.",
-            parameter="min_absent",
-        )
     n_absent = absent.sum(axis=1)
-    used = n_absent >= min_absent
+    used = n_absent >= MIN_ABSENT
     values, mask, c = members[used], absent[used], n_absent[used]
     if members.ndim == 3:
         mask, c = mask[:, None], c[:, None]
@@ -465,8 +453,6 @@ def centred(
 
 
 # The full model and its members, in the units of y.
-#: How often noise variances that are lost in rounding are raised, by a factor of ten.
-_ATTEMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -605,9 +591,9 @@ def fit_rows(
     groups = np.arange(n) if groups is None else groups
     exact = np.asarray(Phi, dtype=np.float64)
     columns = np.column_stack([y - mean, np.ones(n)])
-    kept = KeptRows(exact, columns, {"y": np.arange(n)}, groups, draw, np.ones(n))
+    rows = KeptRows(exact, columns, {"y": np.arange(n)}, groups, draw, np.ones(n))
     sums = BlockSums({"y": [sum_rows(exact, columns)]})
-    return fit_full_model(kept, sums, {"y": noise}, mean=np.array([mean])), mean
+    return fit_full_model(rows, sums, {"y": noise}, mean=np.array([mean])), mean
 
 
 def fit_members(
@@ -684,7 +670,7 @@ def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, flo
     text = ", ".join(f"{name} {value:.1e}" for name, value in noise.items())
     problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
     remedy = "Check for labels much larger than all others, or set larger noise variances."
-    for factor in (10.0 ** np.arange(_ATTEMPTS)).tolist():
+    for factor in (10.0 ** np.arange(8)).tolist():
         try:
             result = solve(factor)
         except NumericalError:

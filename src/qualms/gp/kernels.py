@@ -376,12 +376,12 @@ def unit_scale(
     return variance / mean_diag
 
 
-def median_length_scale(X: FloatArray, *, max_rows: int = 1000) -> float:
+def median_length_scale(X: FloatArray) -> float:
     """Return the median distance between distinct rows of X, a common default for ℓ.
 
-    It is 1 if all rows are the same. At most ``max_rows`` rows, evenly spaced, are looked at.
+    It is 1 if all rows are the same. At most 1000 rows, evenly spaced, are looked at.
     """
-    rows = X[np.linspace(0, len(X) - 1, min(len(X), max_rows)).astype(int)]
+    rows = X[np.linspace(0, len(X) - 1, min(len(X), 1000)).astype(int)]
     D2 = squared_distances(rows, rows)[np.triu_indices(len(rows), k=1)]
     distances = np.sqrt(D2[D2 > 0], dtype=np.float64)
     return float(np.median(distances)) if distances.size else 1.0

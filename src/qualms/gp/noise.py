@@ -34,13 +34,12 @@ from qualms.arrays import (
     IntArray,
     as_targets,
     check_sample_weight,
+    row_blocks,
 )
 from qualms.errors import InputError, NumericalError
 from qualms.gp.sparse_gp import cholesky, cholesky_solve, cholesky_whiten
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows
 
-#: Rows that are left out one by one, in one product.
-_BLOCK = 1024
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
 _EPS = float(np.finfo(np.float64).eps)
@@ -69,12 +68,11 @@ def select_noise(
     sample_weight: FloatArray | None = None,
     sums: RowSums | None = None,
     groups: IntArray | None = None,
-    max_rows: int = 4096,
 ) -> NoiseSelection:
     """Choose the σ² of a projected process that has the smallest mean absolute error.
 
-    The errors are leave-one-out residuals. Absolute, not squared: a single molecule that nothing
-    resembles would otherwise outweigh thousands of others.
+    The errors are leave-one-out residuals, of some 4000 rows, evenly spaced. Absolute, not squared:
+    a single molecule that nothing resembles would otherwise outweigh thousands of others.
 
     Parameters
     ----------
@@ -90,8 +88,6 @@ def select_noise(
         Sums over all rows and outputs, if Φ is a sample of them, or if they are known already.
     groups : (N,) array of int, optional
         Rows that are left out together, such as atoms of one crystal.
-    max_rows : int
-        Leave-one-out residuals are averaged over at most so many rows, evenly spaced.
     """
     tried = np.asarray(grid, dtype=np.float64)
     if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
@@ -103,7 +99,7 @@ def select_noise(
     sums = sum_rows(Phi, Y, sample_weight) if sums is None else sums
     gram, moment = sums.gram, sums.moment
     together = groups is not None and len(np.unique(groups)) < len(Y)
-    parts = _left_out(len(Y), groups if together else None, max_rows)
+    parts = _left_out(len(Y), groups if together else None)
     residuals_of = _group_residuals if together else _row_residuals
 
     def loo(basis: _Basis) -> Float64Array:
@@ -149,7 +145,7 @@ def _search(
         if i not in scores:
             shifted = gram.copy(order="F")
             shifted.flat[:: len(shifted) + 1] += grid[i]
-            L = cholesky(shifted, what="ΦᵀΦ + σ²", overwrite=True)
+            L = cholesky(shifted)
             basis = _Basis(lambda rows: cholesky_whiten(L, rows.T).T, np.ones((len(L), 1)))
             scores[i] = float(score(basis)[0])
         return scores[i]
@@ -169,11 +165,11 @@ def _search(
     return grid[tried], np.array([scores[i] for i in tried])
 
 
-def _left_out(n: int, groups: IntArray | None, max_rows: int) -> list[IntArray]:
+def _left_out(n: int, groups: IntArray | None, max_rows: int = 4096) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
     if groups is None:
         rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
-        return [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+        return [rows[block] for block in row_blocks(len(rows))]
     codes = np.unique(groups, return_inverse=True)[1]
     members = np.split(np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))[:-1])
     n_sets = max(round(len(members) * min(max_rows / n, 1.0)), 2)
@@ -215,10 +211,6 @@ def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
 
 
 # Noise variances of several kinds of observations: energies, forces and virials.
-#: Folds that blocks are left out in, and features up to which all of them are.
-_FOLDS, _SMALL = 5, 800
-#: Logarithms of errors that differ by less are equal.
-_SAME = 1e-9
 
 
 class _Sums(NamedTuple):
@@ -237,7 +229,7 @@ class _Sums(NamedTuple):
         ratios = variances[0] / np.array(variances)
         A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
         A[np.diag_indices_from(A)] += variances[0] / prior
-        factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
+        factor = cholesky(A)
         return cholesky_solve(factor, ratios @ self.projections)
 
 
@@ -258,9 +250,9 @@ class _Fold(NamedTuple):
 def _folds(kept: KeptRows, sums: BlockSums) -> list[_Fold]:
     """Return blocks that are left out together, one in five; of large models, the first fold."""
     n_blocks, names = sums.n_blocks, [*sums.sums]
-    n_folds = min(_FOLDS, n_blocks)
+    n_folds = min(5, n_blocks)
     folds = []
-    for k in range(1 if kept.Phi.shape[1] > _SMALL else n_folds):
+    for k in range(1 if kept.Phi.shape[1] > 800 else n_folds):
         others = [b for b in range(n_blocks) if b % n_folds != k]
         out = kept.draw.block % n_folds == k
         rows = [kept.rows[name][out[kept.rows[name]]] for name in names]
@@ -313,24 +305,10 @@ def typical_log(errors: Float64Array) -> float:
     def excess(log_scale: float) -> float:
         return float(np.mean(1 / (1 + math.exp(log_scale) / a))) - 0.5
 
-    low, high = math.log(a.min()), math.log(a.max())
+    low, high, same = math.log(a.min()), math.log(a.max()), 1e-9
     with np.errstate(over="ignore"):
-        scale = low if high - low < _SAME else brentq(excess, low - _SAME, high + _SAME)
+        scale = low if high - low < same else brentq(excess, low - same, high + same)
     return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
-
-
-#: Decades relative to the usual square of the targets: first guess for the first quantity and for
-#: the others, and lower limit.
-_START, _START_OF_OTHERS, _LOWEST = -4.0, -3.0, -12.0
-#: Upper limit, in decades relative to the mean square.
-_HIGHEST = 1.0
-#: Steps in decades of the search.
-_STEPS = (1.0, 0.5, 0.25)
-#: Decades about the noise of the first quantity at which it is learned alone, the loss of accuracy
-#: (a logarithm) that the others may cause, and how often an excess counts.
-_NEAR, _WORSE, _EXCESS = (-2.0, -1.0, 0.0, 1.0, 2.0), 0.02, 20.0
-#: Least gain of a step for each decade: one per cent of the errors of one kind.
-_GAIN = 0.01
 
 
 def select_joint_noise(
@@ -341,6 +319,10 @@ def select_joint_noise(
     fixed: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
+
+    The search is over decades relative to the usual square of the targets, from 10⁻⁴ of it for the
+    first quantity and 10⁻³ for the others, up to ten times their mean square. If the others raise
+    the error of the first by more than two per cent, the excess counts twenty times.
 
     Parameters
     ----------
@@ -371,23 +353,23 @@ def select_joint_noise(
     def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
             errors = terms(decades)
-            return float(errors.sum() + _EXCESS * max(errors[0] - limit, 0.0))
+            return float(errors.sum() + 20 * max(errors[0] - limit, 0.0))
 
         return _pattern_search(total, starts, fixed_decades, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean(y[some] ** 2) for some in kinds]
     beyond = np.log10(np.maximum(np.array(squares) / units, 1.0))
-    highest = _HIGHEST + beyond
+    highest = 1 + beyond
     # Where the usual square and the mean square differ much, either may be the better guess.
-    guess = np.array([_START] + [_START_OF_OTHERS] * (len(rows) - 1))
+    guess = np.array([-4.0] + [-3.0] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     decades = search()
     if fixed_decades[0] is None:
         others = [np.inf] * (len(rows) - 1)
-        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in _NEAR}
+        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in range(-2, 3)}
         energy = min(alone, key=alone.__getitem__)
-        if terms(decades)[0] > alone[energy] + _WORSE:
+        if terms(decades)[0] > alone[energy] + 0.02:
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
             decades = search(alone[energy])
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
@@ -413,9 +395,9 @@ def _pattern_search(
 ) -> tuple[float, ...]:
     """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
-    Not `scipy.optimize`: the score is flat over decades, and steps that gain too little (`_GAIN`)
-    must not be taken. With three variances the valley is long where all change alike, which changes
-    the prior only: so that is a step, too.
+    Not `scipy.optimize`: the score is flat over decades, and steps that gain less than one per cent
+    of the errors of one quantity for each decade must not be taken. With three variances the valley
+    is long where all change alike, which changes the prior only: so that is a step, too.
     """
     first = [
         tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))
@@ -427,15 +409,15 @@ def _pattern_search(
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
         moves.append(np.sum(moves, axis=0))
-    for step in _STEPS:
+    for step in (1.0, 0.5, 0.25):
         moved = True
         while moved:
             moved = False
             for move, sign in product(moves, (-1, 1)):
-                trial = np.where(move, np.clip(best + sign * step * move, _LOWEST, highest), best)
+                trial = np.where(move, np.clip(best + sign * step * move, -12.0, highest), best)
                 where = tuple(trial.tolist())
                 if where not in scores:
                     scores[where] = score(where)
-                if scores[where] < scores[best] - _GAIN * step:
+                if scores[where] < scores[best] - 0.01 * step:
                     best, moved = where, True
     return best

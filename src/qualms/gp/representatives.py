@@ -9,11 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.linalg import blas, eigh, lapack
 
-from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer
+from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, row_blocks
 from qualms.errors import InputError, counted
-
-#: Rows that are checked, or multiplied, at once.
-ROWS = 2048
+from qualms.gp.kernels import Kernel
 
 
 def _as_float(X: FloatArray, name: str) -> FloatArray:
@@ -53,6 +51,7 @@ def _check_counts(name: str, size: int, n: int, start: int = 0) -> None:
 _POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
 _LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
 _PICKS = 384  # picks in one matrix product
+_PAIRS = 800_000  # elements of differences that are taken at once
 _GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of work
 
 #: Columns whose products are float64. Compressed features are principal components, the largest
@@ -133,9 +132,9 @@ def farthest_points(
     X = _as_float(X, "X")
     _check_counts("X", len(X), n, start)
     norms = np.empty(len(X))
-    for begin in range(0, len(X), ROWS):
-        block = X[begin : begin + ROWS].astype(np.float64)
-        norms[begin : begin + ROWS] = np.einsum("ij,ij->i", block, block)
+    for rows in row_blocks(len(X)):
+        block = X[rows].astype(np.float64)
+        norms[rows] = np.einsum("ij,ij->i", block, block)
     if not (norms < np.finfo(X.dtype).max).all():
         row = int((norms < np.finfo(X.dtype).max).argmin())
         raise InputError(
@@ -252,10 +251,9 @@ class _Search:
         can wait. Rows come sorted by `seen`; comparing a row with a pick twice does no harm.
         """
         last = len(self.indices)
-        for begin in range(0, len(level.ids), ROWS):
-            rows = np.arange(begin, min(begin + ROWS, len(level.ids)))
-            X, norms = level.X[begin : begin + ROWS], level.norms[begin : begin + ROWS]
-            first = int(level.seen[begin])
+        for block in row_blocks(len(level.ids)):
+            X, norms = level.X[block], level.norms[block]
+            rows, first = block.start + np.arange(len(X)), int(level.seen[block.start])
             while first < last and len(rows):
                 # Two near-equal halves rather than a full product and a sliver.
                 until = last if last - first < 1.5 * _PICKS else first + _PICKS
@@ -301,7 +299,7 @@ class _Search:
             return d2
         expanded = norms[rows, None] + 2.0 * halves[rows]
         row, pick = np.nonzero(expanded <= inaccurate[rows, None])
-        step = max(1, ROWS * _PICKS // X.shape[1])
+        step = max(1, _PAIRS // X.shape[1])
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
             difference = np.subtract(X[rows[i]], self.rows[first + j], dtype=np.float64)
@@ -311,63 +309,72 @@ class _Search:
 
 
 # CUR: picking rows by their leverage scores.
-def cur(X: FloatArray, n: int) -> IntArray:
+def cur(K: FloatArray, n: int) -> IntArray:
     """Pick rows one by one by their leverage among directions that the picks so far do not span.
 
-    The leverage of row i is ``π_i = Σ_k (u_i^(k))²`` over the n leading left singular vectors. The
-    row with the largest is picked, and the vectors made orthogonal to it (Drmač & Gugercin, SIAM J.
-    Sci. Comput. 38, A631 (2016)). Returns the indices of the picks, in order.
+    With a kernel K = Φ Φᵀ and the n leading eigenvectors u of it, the leverage of row i is
+    ``π_i = Σ_k (u_i^(k))²``. The row with the largest is picked, and the vectors made orthogonal to
+    it (Drmač & Gugercin, SIAM J. Sci. Comput. 38, A631 (2016)). Returns the indices of the picks,
+    in order.
 
     Parameters
     ----------
-    X : FloatArray of shape (n_points, n_features)
-        Features. Solved in float64.
+    K : FloatArray of shape (n_points, n_points)
+        Kernel of the points. Solved in float64.
     n : int
-        How many rows to pick. Fewer are picked if these span all rows: singular values below
-        ``sqrt(ε max(X.shape))`` of the largest of `X`, with ε that of float64, count as zero.
+        How many rows to pick. Fewer are picked if these span all rows: eigenvalues below
+        ``ε n_points`` of the largest, with ε that of `K`, count as zero.
     """
-    X = _as_float(X, "X")
-    _check_counts("X", len(X), n)
-    wide = len(X) < X.shape[1]
-    A = X.T if wide else X
-    blocks = [slice(begin, begin + ROWS) for begin in range(0, len(A), ROWS)]
-    C = np.zeros((A.shape[1], A.shape[1]))
-    for rows in blocks:
-        exact = A[rows].astype(np.float64)
-        C += exact.T @ exact
-    values, vectors = _leading(C, n, len(A), "X")
-    if wide:
-        return _pivots(vectors)
-    scaled = vectors / np.sqrt(values)
-    return _pivots(np.concatenate([A[rows].astype(np.float64) @ scaled for rows in blocks]))
-
-
-def cur_from_kernel(K: FloatArray, n: int) -> IntArray:
-    """Pick rows by `cur` in the feature space of a kernel (n_points, n_points): K = Φ Φᵀ."""
     K = _as_float(K, "K")
     if K.shape[0] != K.shape[1]:
         raise InputError(f"`K` has the shape {K.shape}; it must be a square matrix.", parameter="K")
     _check_counts("K", len(K), n)
-    of_float64 = np.finfo(K.dtype).eps / np.finfo(np.float64).eps
-    return _pivots(_leading(K.astype(np.float64), n, len(K) * of_float64, "K")[1])
-
-
-def _leading(C: Float64Array, n: int, size: float, name: str) -> tuple[Float64Array, Float64Array]:
-    """Return at most n leading eigenvalues and -vectors of C above ε · size · the largest."""
-    if not np.isfinite(C).all():
-        raise InputError(f"`{name}` has NaN, infinite or overflowing values.", parameter=name)
-    first = max(len(C) - n, 0)
-    values, vectors = eigh(C, subset_by_index=(first, len(C) - 1), overwrite_a=True)
-    significant = values > np.finfo(np.float64).eps * size * max(values[-1], 0.0)
-    return values[significant], vectors[:, significant]
-
-
-def _pivots(U: Float64Array) -> IntArray:
-    """Pick as many rows as the orthonormal columns U (n_points, k) span.
-
-    UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
-    those among directions that the pivots so far do not span. So the pivots are the picks.
-    """
+    if not np.isfinite(K).all():
+        raise InputError("`K` has NaN, infinite or overflowing values.", parameter="K")
+    bounds = max(len(K) - n, 0), len(K) - 1
+    values, vectors = eigh(K.astype(np.float64), subset_by_index=bounds, overwrite_a=True)
+    U = vectors[:, values > np.finfo(K.dtype).eps * len(K) * max(values[-1], 0.0)]
+    # UUᵀ has the leverages on its diagonal, and a step of its Cholesky factorisation leaves there
+    # those among directions that the pivots so far do not span. So the pivots are the picks.
     H = blas.dsyrk(1.0, U, lower=1) if U.size else np.zeros((len(U), len(U)))
     pivots = lapack.dpstrf(H, tol=0.0, lower=1, overwrite_a=1)[1]
     return np.asarray(pivots[: U.shape[1]].astype(np.intp) - 1)
+
+
+#: CUR selects from this many times more farthest points: the kernel of all need not fit in memory.
+LANDMARKS = 2
+
+
+def select_representatives(
+    X: FloatArray,
+    n: int,
+    selection: str,
+    kernel: Kernel,
+    rng: np.random.Generator,
+    on_pick: Callable[[int], object] | None = None,
+) -> IntArray:
+    """Select at most n rows; return their indices, in order of selection.
+
+    Parameters
+    ----------
+    X : (n_points, d) array
+        Features.
+    n : int
+    selection : {"fps", "cur", "random"}
+        Farthest points in the space of the features; points of large leverage in that of the
+        kernel, among farthest points; or any points.
+    kernel : Kernel
+    rng : numpy.random.Generator
+    on_pick : callable, optional
+        Called with the number of picks so far.
+    """
+    n = min(n, len(X))
+    if selection == "random":
+        return rng.permutation(len(X))[:n].astype(np.intp)
+    if selection == "fps":
+        return farthest_points(X, n, on_pick=on_pick).indices
+    n_landmarks = min(LANDMARKS * n, len(X))
+    count = None if on_pick is None else lambda k: on_pick(k * n // n_landmarks)
+    landmarks = farthest_points(X, n_landmarks, on_pick=count).indices
+    exact = X[landmarks].astype(np.float64)
+    return landmarks[cur(np.asarray(kernel(exact, exact)), min(n, len(landmarks)))]

@@ -1,10 +1,10 @@
-"""Gaussian processes, exact and projected: Eqs. (1) to (3), Musil et al. 2019.
+"""Gaussian processes: Eqs. (1) to (3), Musil et al. 2019.
 
 y = f + ε with f ~ GP(0, K) and ε ~ N(0, σ²); per-sample weights w_n mean noise of variance σ²/w_n.
 The algebra is that of Rasmussen & Williams (2006), chapters 2 and 5.
 
 In the order of the module: whitening, which turns kernel rows into features Φ of a unit prior; the
-exact process; the projected process, solved from sums over rows; the parts of its variance; its
+projected process, solved from sums over rows; the parts of its variance; its
 predictions of rows that are left out; draws from its posterior; factorisations.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 import scipy.linalg
 from scipy.linalg import lapack
 
+from qualms import arrays
 from qualms.arrays import (
     Float64Array,
     FloatArray,
@@ -29,17 +30,11 @@ from qualms.arrays import (
     check_sample_weight,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning, counted
-from qualms.gp.sums import RowSums, sum_rows
+from qualms.gp.sums import RowSums
 
-#: Rows that are left out at once.
-_BLOCK = 4096
 _EPS = np.finfo(np.float64).eps
 #: A difference of variances is rounding below this share of them.
 _ROUNDING = 1e-10
-#: Prior variance that is negative beyond rounding, relative to the largest.
-_NEGATIVE = 1e-5
-#: Priority of the first of M representatives over the last, as a fraction of their variance.
-_PRIORITY = 0.01
 
 
 @dataclass(frozen=True)
@@ -86,7 +81,7 @@ class Whitening:
         return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
 
     def own_share(self, Phi: FloatArray, groups: IntArray, owners: IntArray) -> Float64Array:
-        """Return what only the representatives of its group describe of each row (n, r): (n,).
+        """Return the prior variance (n,) of rows that only representatives of their group explain.
 
         Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
         them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
@@ -170,7 +165,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
     # The factor of D K D is D L: a decreasing D changes the order of the pivots, and the threshold
     # of those that are dropped by one percent, but not the kernel that L stands for.
-    priority = np.sqrt(np.linspace(1.0, 1.0 - _PRIORITY, len(K_MM)))
+    priority = np.sqrt(np.linspace(1.0, 0.99, len(K_MM)))
     K_MM *= priority[:, None]
     K_MM *= priority
     factor, pivots, rank, _ = lapack.dpstrf(K_MM, tol=rtol * largest, lower=1, overwrite_a=1)
@@ -178,7 +173,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     factor /= priority[order, None]
     # Prior variance left in each dropped representative: the diagonal after the last step.
     left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
-    if left.min(initial=0.0) < -_NEGATIVE * largest:
+    if left.min(initial=0.0) < -1e-5 * largest:  # beyond rounding
         warnings.warn(
             "The kernel is not positive semi-definite; negative directions were dropped. "
             "(The power kernel is positive semi-definite for integer exponents.)",
@@ -186,60 +181,6 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
             stacklevel=2,
         )
     return Whitening(order[:rank], np.tril(factor[:rank, :rank]), len(order) - rank)
-
-
-@dataclass(frozen=True)
-class GaussianProcess:
-    """A Gaussian process conditioned on N observations.
-
-    `weights` (N, T) are x = (K_NN + σ²)⁻¹ y of Eq. (2), one column per output; `factor` (N, N) is
-    the lower Cholesky factor of K_NN + σ².
-    """
-
-    weights: Float64Array
-    factor: Float64Array
-    noise_variance: float
-
-    def mean(self, K_XN: FloatArray) -> Float64Array:
-        """Return the prediction Σ_n x_n k(X_n, X), Eq. (2), for kernel rows (n, N): (n, T)."""
-        return np.asarray(K_XN @ self.weights)
-
-    def variance(self, K_XN: FloatArray, k_xx: FloatArray) -> Float64Array:
-        """Return the variance (n,) of noisy observations, for prior variances k_xx (n,)."""
-        V = cholesky_whiten(self.factor, K_XN.T)
-        return np.asarray(np.maximum(k_xx - np.sum(V**2, axis=0), 0.0) + self.noise_variance)
-
-
-def fit_gaussian_process(
-    K_NN: FloatArray,
-    y: FloatArray,
-    noise_variance: float,
-    *,
-    sample_weight: FloatArray | None = None,
-) -> GaussianProcess:
-    """Condition a Gaussian process on observations. Eqs. (1) and (2), Musil et al. 2019.
-
-    Parameters
-    ----------
-    K_NN : (N, N) array
-        Prior covariance of the inputs, in the units of y².
-    y : (N,) or (N, T) array
-        Observations, of zero mean in the prior.
-    noise_variance : float
-        σ² > 0.
-    sample_weight : (N,) array, optional
-        Positive; observation n has noise σ²/w_n.
-    """
-    check_noise_variance(noise_variance)
-    if K_NN.ndim != 2 or K_NN.shape[0] != K_NN.shape[1] or not np.all(np.isfinite(K_NN)):
-        raise InputError(
-            f"`K_NN`, of shape {K_NN.shape}, must be a square matrix of finite values.",
-            parameter="K_NN",
-        )
-    noise = noise_variance / check_sample_weight(sample_weight, len(K_NN))
-    factor = cholesky(_add_diagonal(K_NN, noise), what="K_NN + σ²", overwrite=True)
-    weights = cholesky_solve(factor, as_targets(y, len(K_NN)))
-    return GaussianProcess(weights, factor, noise_variance)
 
 
 @dataclass(frozen=True)
@@ -267,35 +208,15 @@ class ProjectedProcess:
         return p2 + novelty_variance(Phi_X, k_xx) + self.noise_variance
 
 
-def fit_projected_process(
-    Phi: FloatArray,
-    y: FloatArray,
-    noise_variance: float,
-    *,
-    sample_weight: FloatArray | None = None,
-) -> ProjectedProcess:
-    """Solve (ΦᵀΦ + σ²) w = Φᵀy: the full model.
-
-    Parameters
-    ----------
-    Phi : (N, r) array
-        Whitened features of the training inputs.
-    y : (N,) or (N, T) array
-        Observations, of zero mean in the prior.
-    noise_variance : float
-        σ² > 0.
-    sample_weight : (N,) array, optional
-        Positive; observation n has noise σ²/w_n.
-    """
-    return solve_projected_process(sum_rows(Phi, y, sample_weight), noise_variance)
-
-
 def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedProcess:
-    """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs."""
+    """Solve (ΦᵀΦ + σ²) w = Φᵀy, given sums whose columns are the outputs; σ² > 0.
+
+    Eq. (3), Musil et al. 2019: with all points as representatives, Eqs. (1) and (2).
+    """
     check_noise_variance(noise_variance)
     A = sums.gram.T  # a new symmetric array; in Fortran order LAPACK can overwrite it
     A[np.diag_indices_from(A)] += noise_variance
-    factor = cholesky(A, what="ΦᵀΦ + σ²", overwrite=True)
+    factor = cholesky(A)
     return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
 
 
@@ -468,7 +389,7 @@ def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
     """Yield the edges of groups, whole ones, of about as many rows as are taken at once."""
     first = 0
     while first < len(edges) - 1:
-        last = int(np.searchsorted(edges, edges[first] + _BLOCK, side="right")) - 1
+        last = int(np.searchsorted(edges, edges[first] + arrays.BLOCK, side="right")) - 1
         last = max(last, first + 1)
         yield edges[first : last + 1]
         first = last
@@ -505,24 +426,18 @@ def posterior_deviations(
     return np.asarray(deviations * model.noise_variance**0.5)
 
 
-def cholesky(A: Float64Array, *, what: str, overwrite: bool = False) -> Float64Array:
-    """Return the lower Cholesky factor of a symmetric matrix, or raise a `NumericalError`.
+def cholesky(A: Float64Array) -> Float64Array:
+    """Return the lower Cholesky factor of A = ΦᵀΦ + σ², or raise a `NumericalError`.
 
-    Parameters
-    ----------
-    A : (n, n) array
-    what : str
-        Name of A in the error.
-    overwrite : bool
-        Whether A, if it is in Fortran order, may be overwritten.
+    A is overwritten if it is in Fortran order.
     """
     try:
         factor: Float64Array = scipy.linalg.cholesky(
-            A, lower=True, overwrite_a=overwrite, check_finite=False
+            A, lower=True, overwrite_a=True, check_finite=False
         )
     except scipy.linalg.LinAlgError as error:
         raise NumericalError(
-            f"{what} is not positive definite to rounding ({error}). "
+            f"ΦᵀΦ + σ² is not positive definite to rounding ({error}). "
             "Increase noise_variance, or scale the features."
         ) from error
     return factor
@@ -539,10 +454,3 @@ def cholesky_whiten(factor: Float64Array, B: FloatArray) -> Float64Array:
     """Solve L X = B for B (n, m), given the lower factor L of A: XᵀX = BᵀA⁻¹B, never negative."""
     solved: Float64Array = scipy.linalg.solve_triangular(factor, B, lower=True, check_finite=False)
     return solved
-
-
-def _add_diagonal(A: FloatArray, value: float | Float64Array) -> Float64Array:
-    """Return A + value·1, in Fortran order so that LAPACK can overwrite it."""
-    shifted = np.array(A, dtype=np.float64, order="F")
-    shifted[np.diag_indices_from(shifted)] += value
-    return shifted

@@ -13,14 +13,21 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qualms.arrays import Float64Array, FloatArray, IntArray, as_targets, check_sample_weight
+from qualms.arrays import (
+    Float64Array,
+    FloatArray,
+    IntArray,
+    as_targets,
+    check_sample_weight,
+    row_blocks,
+)
 from qualms.errors import InputError
 
 #: Rows up to which they are kept instead of their Gram matrix: their product then takes no longer
 #: than reading a matrix from memory.
 FEW_ROWS = 128
-#: Rows that are weighted at once.
-_BLOCK = 4096
+#: Columns of a Gram matrix in a panel.
+_PANEL = 512
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,6 @@ class RowSums:
         return RowSums(panels, self.few[:, :r], self.moment[:r], self.squares)
 
 
-#: Columns of a Gram matrix in a panel.
-_PANEL = 512
-
-
 def _compact(
     panels: tuple[Float64Array, ...], few: Float64Array
 ) -> tuple[tuple[Float64Array, ...], Float64Array]:
@@ -140,18 +143,11 @@ def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = 
     elif np.all(weight == 1):
         panels = _panels(Phi)
     else:  # a copy of all rows might not fit beside them
-        for start in range(0, len(Phi), _BLOCK):
-            rows = slice(start, start + _BLOCK)
-            product = _panels(Phi[rows] * np.sqrt(weight[rows]))
-            panels = _added(panels, product)
-    for values in (few, *panels):
-        _check_finite(values)
-    return RowSums(panels, few, moment, squares)
-
-
-def _check_finite(values: Float64Array) -> None:
-    if not np.all(np.isfinite(values)):
+        for rows in row_blocks(len(Phi)):
+            panels = _added(panels, _panels(Phi[rows] * np.sqrt(weight[rows])))
+    if not all(np.all(np.isfinite(values)) for values in (few, *panels)):
         raise InputError("`Phi` has NaN or infinite values.", parameter="Phi")
+    return RowSums(panels, few, moment, squares)
 
 
 def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
@@ -172,15 +168,12 @@ def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
         total((w, part.panels[k]) for w, part in pairs if part.panels) for k in range(n_panels)
     ]
     few = np.concatenate([w**0.5 * part.few for w, part in pairs])
-    moment, squares = (total((w, getattr(p, name)) for w, p in pairs) for name in SUMS)
+    moment = total((w, part.moment) for w, part in pairs)
+    squares = total((w, part.squares) for w, part in pairs)
     assert moment is not None
     assert squares is not None
     dense = tuple(panel for panel in panels if panel is not None)
     return RowSums(*_compact(dense, few), moment, squares)
-
-
-#: Sums that are never kept as rows.
-SUMS = ("moment", "squares")
 
 
 @dataclass(frozen=True)

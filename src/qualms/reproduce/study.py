@@ -391,9 +391,9 @@ def run_seed(
             full = ensemble.full_model(test).compare(
                 ensemble.full_model(validation), ensemble.full_model_calibrations(residuals)
             )
-            density = calibrations["student"].log_density(
-                raw.y - raw.mean, raw.std, problem.settings.n_members
-            )
+            n_members = np.full(len(raw.y), problem.settings.n_members)
+            points = CalibrationData(raw.y - raw.mean, raw.std, n_members, np.ones(len(raw.y)))
+            density = calibrations["student"].density_of(points)
             found = EnsembleResult(
                 n=n,
                 replace=bootstrap,
