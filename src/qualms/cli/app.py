@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ _ENDED = {
     }.items()
 }
 
-#: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
+#: Verbs and their help. A verb is the function of the same name in its module.
 VERBS = {
     "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
     "template": "Print a configuration file for `qualms train`: every setting with its default.",
@@ -48,7 +48,6 @@ VERBS = {
     "apply": "Apply a calibration to ensemble predictions.",
     "info": "Describe a model file.",
     "demo": "Train and evaluate a model on 3000 molecules of QM9, with figures.",
-    "reproduce": "Reproduce the tables and figures of Musil et al. 2019.",
 }
 #: An example of each verb, for its help.
 EXAMPLES = {
@@ -65,7 +64,6 @@ EXAMPLES = {
     "apply": "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
     "info": "qualms info model.safetensors",
     "demo": "qualms demo -o qualms-demo",
-    "reproduce": "qualms reproduce qm9 --scale small",
 }
 #: Options that the help shows unless all are asked for.
 COMMON = {
@@ -93,13 +91,9 @@ class Verbs(TyperGroup):
         if self._listing:
             return TyperCommand(cmd_name, help=VERBS[cmd_name])
         verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
-        if not isinstance(verb, typer.Typer):
-            single = typer.Typer(
-                add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None
-            )
-            single.command(cmd_name, cls=Verb)(verb)
-            verb = single
-        command: Any = typer.main.get_command(verb)
+        single = typer.Typer(add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None)
+        single.command(cmd_name, cls=Verb)(verb)
+        command: Any = typer.main.get_command(single)
         command.name, command.help = cmd_name, VERBS[cmd_name]
         command.epilog = f"Example:\n\n{EXAMPLES[cmd_name]}"
         if cmd_name in COMMON:
@@ -147,12 +141,12 @@ def _options(
     """Chemical machine learning with calibrated uncertainties."""
 
 
-def main() -> None:
+def main(command: Callable[[], object] = app) -> None:
     """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
     _prepare_streams()
     try:
         with _signals_as_exits(), warnings_as_lines():
-            app()
+            command()
     except QualmsError as error:
         _fail(2, str(error))
     except KeyboardInterrupt:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paper.results import Results, ShiftResult
+from paper.study import PROCESS, SOURCES, VALIDATED, Estimate
+from paper.tables import STUDENT_T
 from qualms.arrays import Float64Array
 from qualms.io.files import atomic_path
 from qualms.metrics import conditional_error_density
@@ -24,9 +27,6 @@ from qualms.report.figures import (
     set_log_scale,
     style,
 )
-from qualms.reproduce.results import Results, ShiftResult
-from qualms.reproduce.study import PROCESS, SOURCES, VALIDATED, Estimate
-from qualms.reproduce.tables import STUDENT_T
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

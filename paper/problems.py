@@ -57,15 +57,15 @@ class Problem:
     all three.
     """
 
-    name: str  #: qm9, csd-atoms or csd-crystals
-    title: str
-    scale: Scale
     train: list[Atoms]
     validation: list[Atoms]
     test: list[Atoms]
     settings: Settings
     sizes: tuple[int, ...]  #: subsample sizes: labels, or structures if these are subsampled
-    source: str  #: name of the data file
+    name: str = ""  #: qm9, csd-atoms or csd-crystals
+    title: str = ""
+    scale: Scale = "small"
+    source: str = ""  #: name of the data file
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def csd_problem(
 ) -> Problem:
     """Return ¹H shieldings with a random split over atoms, as in the paper, or over crystals.
 
-    `crystals` come from `qualms.data.csd`. In a split over atoms most test atoms have near-copies
+    `crystals` come from `paper.csd`. In a split over atoms most test atoms have near-copies
     in the training set. `source` is the name of the data file.
     """
     n = [n // DIVISORS[scale] for n in N_POINTS]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from paper.results import EnsembleResult, EstimatorResult, Results, ShiftResult
+from paper.study import OUR_METHODS, POSTERIOR, PROCESS, VALIDATED
 from qualms.io.files import atomic_output
 from qualms.report.tables import Table
-from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
-from qualms.reproduce.study import OUR_METHODS, POSTERIOR, PROCESS, VALIDATED
 
 #: Columns of the paper's tables, and of ours.
 PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")

@@ -16,6 +16,14 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
+from paper.problems import Problem, ShiftedProblem
+from paper.results import (
+    EnsembleResult,
+    EstimatorResult,
+    SeedResult,
+    ShiftedSet,
+    ShiftResult,
+)
 from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import Basis
@@ -26,8 +34,6 @@ from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import (
-    Ensemble,
-    TrainingProblem,
     calibrate,
     draw_members,
     fit_ensemble,
@@ -52,14 +58,6 @@ from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction
 from qualms.progress import Stages
-from qualms.reproduce.problems import Problem, ShiftedProblem
-from qualms.reproduce.results import (
-    EnsembleResult,
-    EstimatorResult,
-    SeedResult,
-    ShiftedSet,
-    ShiftResult,
-)
 
 #: Columns of the paper's tables, with the methods that are fitted to a validation set, and those
 #: that are fitted to out-of-bag points, ours among them.
@@ -226,7 +224,12 @@ class TrainedOnce:
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one subsample size, and calibrate them out of bag."""
-        problem, ensemble = self._solve(subsample, with_replacement)
+        update = {"subsample": subsample, "replace": with_replacement}
+        settings = self.settings.model_copy(update=update)
+        problem = replace(self.problem, settings=settings)
+        draw, baseline = draw_members(problem)
+        model = replace(self.model, rows=self.model.rows.with_draw(draw))
+        ensemble = fit_ensemble(model, problem, baseline, self.stages)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
         of_paper = replace(problem, settings=problem.settings.model_copy(update=paper))
         fitted, blend = (
@@ -261,20 +264,6 @@ class TrainedOnce:
         design = data.design(self.problem.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
-    def fitted(self) -> AtomisticModel:
-        """Return the model with the subsample size of the settings."""
-        problem, ensemble = self._solve(self.settings.subsample, self.settings.replace)
-        fitted = calibrate(ensemble, problem, self.representation, self.stages)
-        return AtomisticModel.from_fitted(fitted, threads=self.threads)
-
-    def _solve(self, subsample: float, with_replacement: bool) -> tuple[TrainingProblem, Ensemble]:
-        update = {"subsample": subsample, "replace": with_replacement}
-        settings = self.settings.model_copy(update=update)
-        problem = replace(self.problem, settings=settings)
-        draw, baseline = draw_members(problem)
-        model = replace(self.model, rows=self.model.rows.with_draw(draw))
-        return problem, fit_ensemble(model, problem, baseline, self.stages)
-
 
 def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
     """Return the out-of-bag calibrations of a model, centred on the ensemble mean, by column."""
@@ -282,79 +271,35 @@ def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
     return {column: fit_out_of_bag(points, method) for column, method in OUT_OF_BAG.items()}
 
 
-@dataclass(frozen=True)
-class Study:
-    """Mean log likelihoods of the test points.
-
-    Attributes
-    ----------
-    rows : mapping from size to mapping from column to float
-        Columns Raw, CV, N-L, Int., Int. N-L, student and shrinkage, centred on the ensemble mean;
-        sources, centred on the blend; and GPR PP.
-    model : AtomisticModel
-        The model with the subsample size of the settings.
-    """
-
-    rows: Mapping[float, Mapping[str, float]]
-    model: AtomisticModel
-
-
-def study_subsamples(
-    train: Sequence[Atoms],
-    validation: Sequence[Atoms],
-    test: Sequence[Atoms],
-    settings: Settings,
-    sizes: Sequence[float],
+def run_seed(
+    problem: Problem,
     *,
+    report: Callable[[str], None],
     threads: int = 1,
     memory: str | float | None = None,
     stages: Stages | None = None,
-) -> Study:
-    """Train ensembles of several subsample sizes and compare all calibrations.
+) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
+    """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
 
     Parameters
     ----------
-    train, validation, test : sequences of Atoms
-        Labelled. The validation set is used for the columns CV and N-L only.
-    settings : Settings
-    sizes : sequence of float or int
-        Subsample sizes, as fractions or numbers.
+    problem : Problem
+    report : callable
+        Is called with a line about each size: log likelihoods by column.
     threads : int
     memory : str or float, optional
         Memory limit, such as "8GB".
     stages : Stages, optional
-    """
-    with threadpool_limits(limits=threads):
-        once = TrainedOnce(train, settings, threads=threads, memory=memory, stages=stages)
-        held_out, new = once.points(validation, "validation"), once.points(test, "test")
-        rows: dict[float, dict[str, float]] = {}
-        process: float | None = None
-        for size in sizes:
-            ensemble = once.ensemble(size)
-            calibrations = out_of_bag_calibrations(ensemble.fitted)
-            raw = ensemble.ensemble_mean(new)
-            found = raw.compare(ensemble.ensemble_mean(held_out), calibrations)
-            process = process or ensemble.projected_process(new).log_likelihood
-            of_model = ensemble.sources(new).log_likelihood
-            likelihoods = {c: e.log_likelihood for c, e in found.items()}
-            rows[size] = likelihoods | {SOURCES: of_model, PROCESS: process}
-        return Study(rows, once.fitted())
 
-
-def run_seed(
-    problem: Problem,
-    *,
-    threads: int,
-    memory: str | float | None,
-    stages: Stages,
-    report: Callable[[str], None],
-) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
-    """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
-
-    `report` receives a line about each size. Besides the numbers, the estimates of the test points
-    are returned, by subsample size (or GPR PP) and column.
+    Returns
+    -------
+    result : SeedResult
+        All numbers.
+    estimates : dict
+        Estimates of the test points, by subsample size (or GPR PP) and column.
     """
     started = time.perf_counter()
+    stages = stages or Stages()
     with threadpool_limits(limits=threads):
         once = TrainedOnce(
             problem.train, problem.settings, threads=threads, memory=memory, stages=stages
