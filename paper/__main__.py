@@ -26,9 +26,9 @@ from paper.results import Results, machine, read_results, write_results
 from paper.study import run_seed, run_shift
 from paper.tables import ensemble_mean_table, full_model_table, write_tables
 from qualms.atomistic.settings import parse_memory
-from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
-from qualms.cli.app import main
-from qualms.cli.verb import Verb
+from qualms.cli.app import Verb, main
+from qualms.cli.options import Force, Json, Quiet, Threads
+from qualms.cli.terminal import Terminal
 from qualms.errors import InputError, unknown_choice
 from qualms.io.files import check_output
 from qualms.progress import Stages

@@ -22,8 +22,8 @@ from atomistic_fixtures import ENERGY, SMALL, SMOOTH, labelled_alloys, labelled_
 
 import qualms as package
 from qualms import AtomisticModel, Prediction
-from qualms.cli._common import Terminal
 from qualms.cli.app import VERBS, main
+from qualms.cli.terminal import Terminal
 from qualms.data import qm9
 from qualms.report import Table
 

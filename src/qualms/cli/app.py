@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -19,8 +19,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 import qualms
-from qualms.cli._common import printable, warnings_as_lines
-from qualms.cli.verb import Verb
+from qualms.cli.terminal import in_options, printable, running_verb, warnings_as_lines
 from qualms.errors import QualmsError, did_you_mean
 
 #: Exit codes, as shells have them, and messages of an interrupt from the keyboard and of signals by
@@ -68,11 +67,58 @@ EXAMPLES = {
 #: Options that the help shows unless all are asked for.
 COMMON = {
     "train": (
-        *("output", "config", "target", "units", "forces", "stress"),
-        *("group_key", "test", "baseline", "effort"),
+        *("output", "target", "units", "forces", "stress", "group_key", "test"),
+        *("baseline", "effort", "config"),
     )
 }
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+
+class Verb(TyperCommand):
+    """A command of ``qualms``.
+
+    Errors name its options instead of arguments of the library. The help has a section for each
+    panel of options; if some are `common`, it is limited to them, and ``--help-all`` shows all.
+    """
+
+    common: Sequence[str] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        if "--help-all" in args:
+            self.common, args = (), ["--help"]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        token = running_verb.set(self)
+        try:
+            return super().invoke(ctx)
+        except QualmsError as error:
+            error.args = (in_options(str(error)),)
+            raise
+        finally:
+            running_verb.reset(token)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options, by panel."""
+        panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        arguments = [n for n, p in parameters.items() if p.param_type_name == "argument"]
+        for name in (*arguments, *self.common, "help") if self.common else parameters:
+            parameter: Any = parameters[name]
+            record = parameter.get_help_record(ctx)
+            if name in arguments:
+                panels["Arguments"].append((parameter.metavar, record[1]))
+            elif record is not None:
+                panel = None if self.common else getattr(parameter, "rich_help_panel", None)
+                panels.setdefault(panel or "Options", []).append(record)
+        if self.common:
+            panels["Options"].append(("--help-all", f"Show all {len(parameters)} options."))
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class Verbs(TyperGroup):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from qualms.cli._common import Force, Json, Quiet, Seed, Terminal, Threads
+from qualms.cli.options import Force, Json, Quiet, Seed, Threads
+from qualms.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from qualms.report.figures import Display
