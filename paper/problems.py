@@ -220,9 +220,9 @@ def csd_shift(
     mixed = [rattled[i] for i in rng.permutation(len(rattled))[:n_rattled]]
     n_held_out = max(int(_HELD_OUT * len(mixed)), 1)
     train = mixed[n_held_out:]
-    known = set(species_of(train))
+    species = set(species_of(train))
     held_out, others = (
-        [atoms for atoms in part if known >= set(atoms.numbers.tolist())]
+        [atoms for atoms in part if species >= set(atoms.numbers.tolist())]
         for part in (mixed[:n_held_out], relaxed)
     )
     if not held_out or not others:
@@ -237,14 +237,14 @@ def csd_shift(
 def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...]:
     """Return subsample sizes in crystals that are the same shares of the training set."""
     n, n_labels = len(train), len(_labelled_atoms(train))
-    found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
-    if any(a >= b for a, b in pairwise([*found, n])):
+    in_crystals = tuple(max(round(size * n / n_labels), 2) for size in sizes)
+    if any(a >= b for a, b in pairwise([*in_crystals, n])):
         raise InputError(
             f"{n} training crystals are too few: subsamples would have "
-            f"{', '.join(map(str, found))} of them. {_FEW_CRYSTALS}",
+            f"{', '.join(map(str, in_crystals))} of them. {_FEW_CRYSTALS}",
             parameter="data",
         )
-    return found
+    return in_crystals
 
 
 def _split(
@@ -283,10 +283,10 @@ def _labelled_atoms(frames: Sequence[Atoms]) -> IntArray:
 
 def _with_labels_of(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
     """Return copies of the crystals that keep the labels of the given (structure, atom) only."""
-    found = []
+    labelled = []
     for structure in np.unique(places[:, 0]):
         atoms = crystals[structure].copy()
-        kept = np.isin(np.arange(len(atoms)), places[places[:, 0] == structure, 1])
-        atoms.arrays["shielding"] = np.where(kept, atoms.arrays["shielding"], np.nan)
-        found.append(atoms)
-    return found
+        is_labelled = np.isin(np.arange(len(atoms)), places[places[:, 0] == structure, 1])
+        atoms.arrays["shielding"] = np.where(is_labelled, atoms.arrays["shielding"], np.nan)
+        labelled.append(atoms)
+    return labelled

@@ -99,15 +99,17 @@ class Estimate:
             data = CalibrationData(z, validation.std, np.full(n, 2), np.ones(n))
         else:
             data = calibration_data(validation.y, validation.members)
-        found: dict[str, Calibration] = {"Raw": NoCalibration()}
-        found |= {column: fit_calibration(data, method) for column, method in VALIDATED.items()}
-        return {c: self._calibrated(k) for c, k in (found | dict(out_of_bag or {})).items()}
+        calibrations: dict[str, Calibration] = {"Raw": NoCalibration()}
+        calibrations |= {
+            column: fit_calibration(data, method) for column, method in VALIDATED.items()
+        }
+        return {c: self._calibrated(k) for c, k in (calibrations | dict(out_of_bag or {})).items()}
 
     def _calibrated(self, calibration: Calibration) -> Estimate:
         if self.members is None:
             return replace(self, std=calibration.std(self.std, 2), calibration=calibration)
-        found = calibration.apply(Prediction(self.members))
-        return Estimate(self.y, found.mean, found.std, found.members, calibration)
+        calibrated = calibration.apply(Prediction(self.members))
+        return Estimate(self.y, calibrated.mean, calibrated.std, calibrated.members, calibration)
 
     @property
     def log_likelihood(self) -> float:
@@ -159,7 +161,7 @@ class Subsampled:
         return Estimate.from_members(points.y, self.fitted.members(points.K_XM, points.design))
 
     def full_model(self, points: Points) -> Estimate:
-        """Return the same centred on the full model, to whose mean members are shifted."""
+        """Return the uncalibrated estimate of members that are shifted to the full model."""
         members = self.fitted.members(points.K_XM, points.design)
         shift = self.fitted.pp_mean(points.K_XM, points.design) - members.mean(axis=1)
         return Estimate.from_members(points.y, np.asarray(members + shift[:, None]))
@@ -169,8 +171,10 @@ class Subsampled:
         fitted = self.blend
         raw = Prediction(fitted.members(points.K_XM, points.design))
         q = fitted.novelty_std(points.K_XM, lambda: points.k_xx)
-        found = raw.calibrated(fitted.calibration, novelty_std=q)
-        return Estimate(points.y, found.mean, found.std, found.members, fitted.calibration)
+        calibrated = raw.calibrated(fitted.calibration, novelty_std=q)
+        return Estimate(
+            points.y, calibrated.mean, calibrated.std, calibrated.members, fitted.calibration
+        )
 
     def posterior_part(self, points: Points) -> Estimate:
         """Return the full model with p, the posterior part of σ_PP."""
@@ -190,9 +194,11 @@ class Subsampled:
 
         `residuals` are those of `TrainedOnce.leave_one_out_residuals`.
         """
-        found = out_of_bag_prediction(self.training_members, self.absent)
-        weights = np.ones(len(found.std))
-        data = CalibrationData(residuals[found.used], found.std, found.n_absent, weights)
+        prediction = out_of_bag_prediction(self.training_members, self.absent)
+        weights = np.ones(len(prediction.std))
+        data = CalibrationData(
+            residuals[prediction.used], prediction.std, prediction.n_absent, weights
+        )
         return {c: fit_out_of_bag(data, OUT_OF_BAG[c]) for c in ("Int.", "Int. N-L")}
 
 
@@ -334,7 +340,7 @@ def run_seed(
             density = calibrations["student"].log_density(
                 raw.y - raw.mean, raw.std, problem.settings.n_members
             )
-            found = EnsembleResult(
+            result = EnsembleResult(
                 n=n,
                 replace=bootstrap,
                 n_out_of_bag=len(ensemble.out_of_bag.residuals),
@@ -346,7 +352,7 @@ def run_seed(
                 blend=blend.result(),
                 centre=ensemble.blend.record.centre,
             )
-            ensembles.append(found)
+            ensembles.append(result)
             label = "bootstrap" if bootstrap else f"n = {n:,}"
             every = mean | full | {SOURCES: blend}
             scores = (f"{column} {e.log_likelihood:.3f}" for column, e in every.items())
@@ -396,26 +402,34 @@ def run_shift(
                 y = np.concatenate([atoms.arrays[settings.target][i] for atoms, i in pairs])
             else:
                 y = np.array([atoms.info[settings.target] for atoms in frames])
-            known = np.isfinite(y)
-            members = paper.predict(frames).uncalibrated.members[known]
-            raw = Estimate.from_members(y[known], members)
-            process = Estimate(y[known], *(values[known] for values in model.predict_pp(frames)))
+            labelled = np.isfinite(y)
+            members = paper.predict(frames).uncalibrated.members[labelled]
+            raw = Estimate.from_members(y[labelled], members)
+            process = Estimate(
+                y[labelled], *(values[labelled] for values in model.predict_pp(frames))
+            )
             predicted = model.predict(frames)
-            own = predicted[known]
-            blend = Estimate(y[known], own.mean, own.std, own.members, model.fitted.calibration)
+            of_labels = predicted[labelled]
+            blend = Estimate(
+                y[labelled],
+                of_labels.mean,
+                of_labels.std,
+                of_labels.members,
+                model.fitted.calibration,
+            )
             extrapolation = float(np.mean(predicted.extrapolates))
         # The first set is in distribution, and serves as the validation set.
         validation = validation or (raw, process)
-        found = raw.compare(validation[0], calibrations) | {SOURCES: blend}
+        estimates = raw.compare(validation[0], calibrations) | {SOURCES: blend}
         for column, estimate in process.compare(validation[1]).items():
-            found[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
+            estimates[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
         sets.append(
             ShiftedSet(
                 label=label,
                 n=len(raw.y),
                 extrapolation=extrapolation,
                 bias=float(np.mean(raw.mean - raw.y)),
-                estimators={name: e.result() for name, e in found.items()},
+                estimators={name: e.result() for name, e in estimates.items()},
             )
         )
     return ShiftResult(

@@ -33,36 +33,47 @@ _ENDED = {
     }.items()
 }
 
-#: Verbs and their help. A verb is the function of the same name in its module.
+#: Verbs, each the function of the same name in its module, with their help and an example.
 VERBS = {
-    "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
-    "template": "Print a configuration file for `qualms train`: every setting with its default.",
-    "predict": "Predict properties of new structures, with uncertainties. Structures are read as a "
-    "stream; the file may be larger than memory.",
-    "evaluate": "Score a model on labelled structures with all calibration methods, or predictions "
-    "of any program.",
-    "report": "Evaluate a model or predictions as `qualms evaluate` does, and write an HTML "
-    "report.",
-    "calibrate": "Calibrate the uncertainties of an ensemble from any code, and score them.",
-    "apply": "Apply a calibration to ensemble predictions.",
-    "info": "Describe a model file.",
-    "demo": "Train and evaluate a model on 3000 molecules of QM9, with figures.",
-}
-#: An example of each verb, for its help.
-EXAMPLES = {
-    "train": "qualms train data.xyz --target energy --units eV -o model.safetensors",
-    "template": "qualms template > run.yaml\n\nqualms train --config run.yaml",
-    "predict": "qualms predict model.safetensors new.xyz -o predicted.xyz",
-    "evaluate": "qualms evaluate model.safetensors test.xyz --in meV\n\n"
-    "qualms evaluate predictions.csv --target energy --reference dft_energy",
-    "report": "qualms report model.safetensors test.xyz -o report.html\n\n"
-    "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
-    "-o report.html",
-    "calibrate": "qualms calibrate committee.xyz --member-keys 'MACE*_energy' "
-    "--target energy -o energy.json",
-    "apply": "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
-    "info": "qualms info model.safetensors",
-    "demo": "qualms demo -o qualms-demo",
+    "train": (
+        "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
+        "qualms train data.xyz --target energy --units eV -o model.safetensors",
+    ),
+    "template": (
+        "Print a configuration file for `qualms train`: every setting with its default.",
+        "qualms template > run.yaml\n\nqualms train --config run.yaml",
+    ),
+    "predict": (
+        "Predict properties of new structures, with uncertainties. Structures are read as a "
+        "stream; the file may be larger than memory.",
+        "qualms predict model.safetensors new.xyz -o predicted.xyz",
+    ),
+    "evaluate": (
+        "Score a model on labelled structures with all calibration methods, or predictions of "
+        "another program.",
+        "qualms evaluate model.safetensors test.xyz --in meV\n\n"
+        "qualms evaluate predictions.csv --target energy --reference dft_energy",
+    ),
+    "report": (
+        "Evaluate a model or predictions as `qualms evaluate` does, and write an HTML report.",
+        "qualms report model.safetensors test.xyz -o report.html\n\n"
+        "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
+        "-o report.html",
+    ),
+    "calibrate": (
+        "Calibrate the uncertainties of an ensemble from any code, and score them.",
+        "qualms calibrate committee.xyz --member-keys 'MACE*_energy' --target energy "
+        "-o energy.json",
+    ),
+    "apply": (
+        "Apply a calibration to ensemble predictions.",
+        "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
+    ),
+    "info": ("Describe a model file.", "qualms info model.safetensors"),
+    "demo": (
+        "Train and evaluate a model on 3000 molecules of QM9, with figures.",
+        "qualms demo -o qualms-demo",
+    ),
 }
 #: Options that the help shows unless all are asked for.
 COMMON = {
@@ -124,26 +135,22 @@ class Verb(TyperCommand):
 class Verbs(TyperGroup):
     """Commands that are imported when they are used."""
 
-    _listing = False
-
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the verbs."""
         return [*VERBS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a verb; for the list of verbs, only its help is needed."""
+        """Import a verb."""
         if cmd_name not in VERBS:
             return None
-        if self._listing:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
         verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
         single = typer.Typer(add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None)
         single.command(cmd_name, cls=Verb)(verb)
         command: Any = typer.main.get_command(single)
-        command.name, command.help = cmd_name, VERBS[cmd_name]
-        command.epilog = f"Example:\n\n{EXAMPLES[cmd_name]}"
-        if cmd_name in COMMON:
-            command.common = COMMON[cmd_name]
+        command.name = cmd_name
+        command.help, example = VERBS[cmd_name]
+        command.epilog = f"Example:\n\n{example}"
+        command.common = COMMON.get(cmd_name, ())
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -152,13 +159,10 @@ class Verbs(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the list of verbs."""
-        self._listing = True
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            self._listing = False
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of verbs, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (text, _) in VERBS.items()])
 
 
 app = typer.Typer(
@@ -168,12 +172,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings=_CONTEXT,
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         typer.echo(f"qualms {qualms.__version__}")
         raise typer.Exit
 

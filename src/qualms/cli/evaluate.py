@@ -102,15 +102,10 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
         }
     main: dict[str, Any] = documents.pop(next(iter(documents)))
     main["target"] = main.pop("key")
-    notes, document = [*evaluated.notes], {**main, "remarks": remarks, **documents}
+    document = {**main, "remarks": remarks, **documents}
     if evaluated.model is not None:
         document["centre"] = evaluated.model.record.centre
-        notes.insert(
-            0,
-            f"Predictions have the share λ = {document['centre']:.2f} of the ensemble mean; the "
-            "rest is the full model.",
-        )
-    terminal.result(*parts, *notes, *remarks, document=document)
+    terminal.result(*parts, *remarks, document=document)
 
 
 def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) -> list[str]:
@@ -124,7 +119,7 @@ def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) 
 
 
 class Evaluated(NamedTuple):
-    """Evaluations by quantity, the main one first, with remarks, and notes about the scores.
+    """Evaluations by quantity, the main one first, with remarks about them.
 
     There is no model if predictions are evaluated; `facts` describe either.
     """
@@ -132,7 +127,6 @@ class Evaluated(NamedTuple):
     model: AtomisticModel | None
     evaluations: dict[str, Evaluation]
     remarks: list[str]
-    notes: list[str]
     facts: dict[str, str]
 
 
@@ -236,8 +230,9 @@ def _evaluate_model(
     note = "Calibrations were fitted to out-of-bag predictions of the training set."
     if any("(validation)" in name for name in main.scores):
         note = f"(validation): fitted to {main.validation}. All other c{note[1:]}"
-    remarks = remarks_about(loaded, evaluations)
-    return Evaluated(loaded, evaluations, remarks, [note], summarize(loaded.fitted))
+    share = f"Predictions have the share λ = {loaded.record.centre:.2f} of the ensemble mean; the "
+    remarks = [f"{share}rest is the full model.", note, *remarks_about(loaded, evaluations)]
+    return Evaluated(loaded, evaluations, remarks, summarize(loaded.fitted))
 
 
 def _evaluate_predictions(
@@ -277,7 +272,7 @@ def _evaluate_predictions(
         prediction = Prediction(mean=points.mean, std=document.std_of(points))
         calibrated = evaluate_ensemble(points, prediction, **options)
         scores[name] = score(calibrated.y, calibrated.prediction)
-    remarks = [*ensemble.remarks, *left_out, *evaluation.remarks()]
-    facts = {"predictions": description(ensemble)}
+    about = description(ensemble)
+    remarks = [about, *ensemble.remarks, *left_out, *evaluation.remarks()]
     evaluations = {points.target: replace(evaluation, scores=scores)}
-    return Evaluated(None, evaluations, remarks, [facts["predictions"]], facts)
+    return Evaluated(None, evaluations, remarks, {"predictions": about})

@@ -166,8 +166,6 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Wanted) -> None:
             f"{output} cannot hold the values of {option}: --output must end in .xyz or .npz.",
             parameter="--output",
         )
-    if wanted.interval is not None:
-        _check_interval(model, wanted.interval)
     if (wanted.in_units or wanted.per) and not (is_table or output.suffix == ".npz"):
         # Programs that read structures assume eV.
         option = "--in" if wanted.in_units else "--per"
@@ -182,20 +180,4 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Wanted) -> None:
             f"--per {wanted.per} cannot be used: it is atom or structure, and for extensive "
             f"properties only ({model.settings.target!r} is {model.settings.kind}).",
             parameter="--per",
-        )
-
-
-def _check_interval(model: AtomisticModel, level: float) -> None:
-    conformal = {name: of.conformal for name, of in model.fitted.calibrations.items()}
-    if conformal["energy"] is None:
-        raise InputError(
-            "--interval needs out-of-bag errors, which this model does not have.",
-            parameter="--interval",
-        )
-    largest = min(float(of.probabilities[-1]) for of in conformal.values() if of is not None)
-    if not 0 < level <= largest:
-        raise InputError(
-            f"--interval {level} is not between 0 and {largest:.4g}, the largest coverage that the "
-            "out-of-bag points of this model determine.",
-            parameter="--interval",
         )

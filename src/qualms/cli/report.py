@@ -51,7 +51,7 @@ def report(
         evaluated.evaluations,
         title=f"{main.target}: {of}",
         facts=evaluated.facts,
-        remarks=[*evaluated.remarks, *(evaluated.notes if model is not None else ())],
+        remarks=evaluated.remarks,
         atom_values=values,
         coordinates=coordinates,
         force=force,

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
@@ -124,7 +124,7 @@ def train(
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.progress import Stages
     from qualms.report.assessment import assess
-    from qualms.report.tables import score_table
+    from qualms.report.tables import score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     if intensive and per_atom_target:
@@ -154,9 +154,9 @@ def train(
     else:
         frames, places = read_files(data)
     if test_files is not None:
-        known = species_of(held_out if isinstance(frames, FrameFiles) else frames)
+        species = species_of(held_out if isinstance(frames, FrameFiles) else frames)
         with naming_files(test_files):
-            find_references(held_out, model.settings, known)
+            find_references(held_out, model.settings, species)
     evaluations: dict[str, Evaluation] = {}
     with open_workers(cluster, cluster_config, terminal) as executor:
         with naming_files(places):
@@ -178,10 +178,11 @@ def train(
                 )
             for remark in remarks_about(model, evaluations):
                 terminal.info(remark)
-    document = summary_document(model, evaluations)
-    parts: list[Any] = []
+    document, parts = summary_document(model), list[Any]()
     for quantity, evaluation in evaluations.items():
         assessment, target = assess(evaluation), evaluation.target
+        key = "test" if quantity == "energy" else f"{quantity}_test"
+        document[key] = score_records(evaluation.scores)
         document[f"{quantity}_assessment"] = assessment.document()
         parts.append(
             score_table(evaluation.scores, units=evaluation.units, title=f"Test: {target}")
@@ -200,13 +201,9 @@ def _write_summary(path: Path, document: Mapping[str, Any], *, force: bool) -> N
         json.dump(document, file, indent=2)
 
 
-def summary_document(
-    model: AtomisticModel, evaluations: Mapping[str, Evaluation] = MappingProxyType({})
-) -> dict[str, Any]:
+def summary_document(model: AtomisticModel) -> dict[str, Any]:
     """Return the description of a model as a JSON document."""
-    from qualms.report.tables import score_records
-
-    document: dict[str, Any] = {
+    return {
         "settings": model.settings.model_dump(mode="json"),
         "training": model.record.model_dump(mode="json"),
         "calibrations": {
@@ -220,10 +217,6 @@ def summary_document(
         },
         "provenance": model.provenance.model_dump(mode="json"),
     }
-    for quantity, evaluation in evaluations.items():
-        key = "test" if quantity == "energy" else f"{quantity}_test"
-        document[key] = score_records(evaluation.scores)
-    return document
 
 
 def _model_of(
