@@ -32,7 +32,7 @@ demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules o
 
 demo-docs: $(VENV)/.base ## the same for the documentation, which shows its output and figures
 	COLUMNS=140 $(BIN)/qualms demo --force --quiet | sed 's/ *$$//' > docs/_static/demo.txt
-	for name in errors reliability subsamples; do cp qualms-demo/$$name.png docs/_static/demo-$$name.png; done
+	for name in errors reliability; do cp qualms-demo/$$name.png docs/_static/demo-$$name.png; done
 
 test: $(VENV)/.test ## run the tests, with the coverage of gp and calibration
 	$(PYTEST) $(COVERAGE)

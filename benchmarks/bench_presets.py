@@ -20,10 +20,11 @@ import numpy as np
 from ase import Atoms
 
 from benchmarks.bench_atomistic import timed
+from paper.csd import csd
 from qualms import AtomisticModel
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.structures import read_frames
-from qualms.data import csd, qm9
+from qualms.data import qm9
 from qualms.features.soap import PRESETS, make_soap
 
 SEED = 0

@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,13 +19,12 @@ from test_cli import contents, qualms
 from test_execution import dask_client, started
 
 from qualms.atomistic.evaluation import evaluate
-from qualms.cli import cluster
-from qualms.cli._common import Terminal
-from qualms.cli.cluster import open_workers
+from qualms.cli.cluster import open_workers, start_slurm
+from qualms.cli.terminal import Terminal
 from qualms.errors import InputError
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-pytest.importorskip("distributed", reason="Dask is not installed")
+distributed = pytest.importorskip("distributed", reason="Dask is not installed")
 pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed")
 
 #: A queue that runs jobs at once, and how jobs are cancelled.
@@ -39,7 +37,7 @@ SCANCEL = "#!/bin/sh\nkill $1 2> /dev/null\n"
 
 
 def workers(**options):
-    given = dict.fromkeys(("scheduler", "scheduler_file", "cluster", "cluster_config"))
+    given = dict.fromkeys(("cluster", "cluster_config"))
     return open_workers(**(given | options), terminal=Terminal())
 
 
@@ -101,10 +99,10 @@ def test_processes_of_this_machine(monkeypatch):
 #: A task that is interrupted from the keyboard.
 INTERRUPTED = """
 import time
-from qualms.cli._common import Terminal
+from qualms.cli.terminal import Terminal
 from qualms.cli.cluster import open_workers
 try:
-    with open_workers(None, None, "local:2", None, Terminal()) as executor:
+    with open_workers("local:2", None, Terminal()) as executor:
         executor.submit(time.sleep, 60).result()
 except KeyboardInterrupt:
     print("interrupted")
@@ -144,20 +142,20 @@ def test_workers_end_with_a_process_that_is_killed():
     process.communicate()
 
 
-def test_workers_of_a_scheduler(tmp_path, monkeypatch):
+def test_workers_of_a_scheduler(tmp_path):
     contact = tmp_path / "scheduler.json"
     options = ("--port", "0", "--no-dashboard")
     with started("scheduler", *options, contact=contact):
         while not contact.exists():
             time.sleep(0.05)
-        monkeypatch.setattr(cluster, "WORKERS_TIMEOUT", 1)
-        assert rejected(scheduler_file=contact) == "--scheduler-file"  # there are no workers
-        monkeypatch.undo()
+        assert rejected(cluster=str(contact)) == "--cluster"  # there are no workers
         with started("worker", "--no-dashboard", contact=contact):
-            with workers(scheduler_file=contact) as client:
+            with distributed.Client(scheduler_file=str(contact)) as client:
+                client.wait_for_workers(1, timeout=60)
                 address = client.scheduler.address
-            with workers(scheduler=address) as client:
-                assert len(client.nthreads()) == 1
+            for cluster in (address, str(contact)):
+                with workers(cluster=cluster) as client:
+                    assert len(client.nthreads()) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
@@ -172,7 +170,7 @@ def test_jobs_of_a_queue(queue):
 def test_the_script_of_a_job(queue, monkeypatch):
     monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
     options = {"cores": 8, "memory": "16GB", "queue": "long", "job-extra-directives": ["--nice=9"]}
-    with cluster.start_slurm(config(queue, **options)) as started:
+    with start_slurm(config(queue, **options)) as started:
         script = started.job_script()
     for line in ("#SBATCH -p long", "#SBATCH --cpus-per-task=8", "#SBATCH --nice=9"):
         assert line in script.splitlines()
@@ -186,9 +184,9 @@ def test_a_queue_that_is_configured_for_dask(queue, monkeypatch):
 
     monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
     with dask.config.set({"jobqueue.slurm.cores": 6, "jobqueue.slurm.memory": "12GB"}):
-        with cluster.start_slurm(None) as started:
+        with start_slurm(None) as started:
             assert "--nworkers 6 " in started.job_script()
-        with cluster.start_slurm(config(queue, cores=4, processes=2)) as started:
+        with start_slurm(config(queue, cores=4, processes=2)) as started:
             assert "--nworkers 2 " in started.job_script()
 
 
@@ -226,23 +224,22 @@ def test_bad_configurations_are_rejected(queue, text):
 
 def test_options_that_contradict_each_other(queue):
     file = config(queue)
-    assert rejected(cluster="local:2", scheduler="tcp://localhost:1") == "--cluster"
     assert rejected(cluster="local:2", cluster_config=file) == "--cluster-config"
-    assert rejected(scheduler="tcp://localhost:1", cluster_config=file) == "--cluster-config"
+    assert rejected(cluster="tcp://localhost:1", cluster_config=file) == "--cluster-config"
     assert rejected(cluster="slurm", cluster_config=queue / "none.yaml") == "--cluster-config"
 
 
-def test_schedulers_that_do_not_answer(monkeypatch, tmp_path):
-    monkeypatch.setattr(cluster, "CONNECT_TIMEOUT", 0.5)
-    for address in ("tcp://127.0.0.1:1", "127.0.0.1:1", "nothing://x"):
-        assert rejected(scheduler=address) == "--scheduler"
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
-        assert rejected(scheduler=f"tcp://127.0.0.1:{silent.getsockname()[1]}") == "--scheduler"
+def test_schedulers_that_do_not_answer(tmp_path):
+    import dask.config
+
+    with dask.config.set({"distributed.comm.timeouts.connect": "500ms"}):
+        for address in ("tcp://127.0.0.1:1", "nothing://x"):
+            assert rejected(cluster=address) == "--cluster"
     file = tmp_path / "scheduler.json"
     for text in (None, "{}", "no JSON"):
         if text is not None:
             file.write_text(text)
-        assert rejected(scheduler_file=file) == "--scheduler-file"
+        assert rejected(cluster=str(file)) == "--cluster"
 
 
 def test_without_dask(monkeypatch):
@@ -275,7 +272,7 @@ def source(tmp_path_factory, molecules):
 def by_workers():
     """The option for two workers that have imported what they need, in another directory."""
     with dask_client(n_workers=2) as client:
-        yield f"--scheduler {client.scheduler.address} --quiet"
+        yield f"--cluster {client.scheduler.address} --quiet"
 
 
 def same_tables(a, b):

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import csv
-import gzip
 import importlib.util
 import io
-import json
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import ase.io
 import numpy as np
 import pytest
-from atomistic_fixtures import labelled_crystals, organic_crystals
 from checks import rejects
 
-from qualms.data import HARTREE_TO_EV, csd, qm9
+from qualms.data import HARTREE_TO_EV, qm9
 from qualms.data.qm9 import ATOMIC_U0, ENERGIES
 from qualms.errors import QualmsWarning
 
@@ -264,55 +260,3 @@ def test_archives_are_read_no_further_than_needed(tmp_path):
 def test_bad_argument_is_named(name, value):
     with rejects(name):
         qm9(**{name: value})
-
-
-# --- crystals ---
-
-
-def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
-    path = tmp_path / "crystals.extxyz"
-    ase.io.write(path, organic_crystals(5), format="extxyz")
-    frames = csd(path)
-    columns = [
-        {axis: a.positions[:, i].tolist() for i, axis in enumerate("xyz")}
-        | {"names": a.get_chemical_symbols(), "cell": a.cell.array.ravel().tolist()}
-        for a in frames
-    ]
-    places = [(s, int(i)) for s, a in enumerate(frames) for i in np.flatnonzero(a.numbers == 1)]
-    values = [frames[s].arrays["shielding"][i] for s, i in places]
-    document = {
-        "structures": columns,
-        "environments": [{"structure": s, "center": i} for s, i in places],
-        "properties": {"CS_total": {"target": "atom", "values": values}},
-    }
-    packed = tmp_path / "crystals.json.gz"
-    packed.write_bytes(gzip.compress(json.dumps(document).encode()))
-    for ours, theirs in zip(csd(packed), frames, strict=True):
-        assert ours.get_chemical_symbols() == theirs.get_chemical_symbols()
-        np.testing.assert_allclose(ours.cell.array, theirs.cell.array)
-        hydrogen = theirs.numbers == 1
-        np.testing.assert_array_equal(
-            ours.arrays["shielding"][hydrogen], theirs.arrays["shielding"][hydrogen]
-        )
-        assert np.isnan(ours.arrays["shielding"][~hydrogen]).all()
-    frames[0].info["STATUS"] = "FAILED"
-    ase.io.write(path, frames, format="extxyz")
-    assert len(csd(path, target="shielding")) == 4
-    document["environments"][0]["center"] = -1
-    packed.write_bytes(gzip.compress(json.dumps(document).encode()))
-    with rejects("data"):
-        csd(packed)
-
-
-def test_files_that_are_no_crystals_with_shieldings(tmp_path):
-    bare = organic_crystals(2)
-    bare[1].pbc = False
-    cases = {"bare.extxyz": (bare, "data"), "salt.extxyz": (labelled_crystals(2), "target")}
-    for name, (frames, parameter) in cases.items():
-        ase.io.write(tmp_path / name, frames, format="extxyz")
-        with rejects(parameter):
-            csd(tmp_path / name)
-    (tmp_path / "damaged.json").write_text("{}")
-    for name in ("damaged.json", "missing.extxyz"):
-        with rejects("data"):
-            csd(tmp_path / name)

@@ -26,12 +26,7 @@ def verbs():
     """Yield all verbs with their parsers."""
     root = get_command(app)
     for verb in VERBS:
-        command = root.get_command(None, verb)
-        if hasattr(command, "list_commands"):
-            for name in command.list_commands(None):
-                yield f"{verb} {name}", command.get_command(None, name)
-        else:
-            yield verb, command
+        yield verb, root.get_command(None, verb)
 
 
 def options(command):
@@ -120,7 +115,7 @@ def test_a_configuration_file_can_name_the_files(tmp_path, monkeypatch):
 def message(text, command, parameter="x"):
     """Return what a verb prints if the library raises an error."""
     error = InputError(text, parameter=parameter)
-    with patch("qualms.cli._common.Terminal.__init__", side_effect=error):
+    with patch("qualms.cli.terminal.Terminal.__init__", side_effect=error):
         ended = qualms(command)
     assert ended.code == 2
     return ended.err.removeprefix("Error: ").rstrip()
@@ -138,9 +133,9 @@ EVALUATE = "evaluate m.safetensors a.xyz"
         (TRAIN, "Use `n_members=16`.", "Use --members 16."),
         (TRAIN, "Use `force=True`.", "Use --force."),
         (TRAIN, "Use `kind='atomic'`.", "Use --per-atom-target."),
-        (TRAIN, "`kind` is 1.", "kind (--config) is 1."),
+        (TRAIN, "`kind` is 1.", "kind is 1."),
         (TRAIN, "`groups` and `forces`.", "--group-key and --forces-key."),
-        (TRAIN, "`n_posterior` is 1.", "n_posterior (--config) is 1."),
+        (TRAIN, "`n_posterior` is 1.", "n_posterior is 1."),
         (TRAIN, "Lines such as `a: 1`.", "Lines such as a: 1."),
         (PREDICT, "`unknown_species='ignore'`.", "--ignore-unknown-species."),
         (EVALUATE, "`unknown_species='skip'`.", "--skip-unknown-species."),
@@ -162,7 +157,7 @@ def test_warnings_name_options(tmp_path, monkeypatch):
         warnings.warn("Use `force=True`.", QualmsWarning, stacklevel=2)
         raise InputError("End.", parameter="data")
 
-    with patch("qualms.cli._common.Terminal.__init__", side_effect=warn):
+    with patch("qualms.cli.terminal.Terminal.__init__", side_effect=warn):
         assert "Warning: Use --force.\n" in qualms(TRAIN).err
 
 

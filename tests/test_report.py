@@ -33,12 +33,10 @@ from qualms.report import (
     assess,
     interval_table,
     line_style,
-    paper_table,
     score_table,
     write_report,
 )
 from qualms.report.assessment import with_uncertainty
-from qualms.report.figures import subsample_figure
 from qualms.report.structure_map import make_map
 from qualms.report.tables import interval_records, score_records, write_number
 
@@ -50,12 +48,6 @@ OF_PREDICTIONS = [
     ZScoreDisplay,
 ]
 EVIL = '<script>alert("1")</script> & </title><img src=x onerror=alert(2)>'
-#: Log likelihoods of Musil et al. 2019 for chemical shieldings.
-PAPER = {
-    1000: {"Raw": -0.554, "CV": -0.398, "N-L": -0.356, "Int.": -0.398, "Int. N-L": -0.356},
-    5000: {"Raw": -0.389, "CV": -0.381, "N-L": -0.338, "Int.": -0.382, "Int. N-L": -0.337},
-    18000: {"Raw": -18.75, "CV": -0.412, "N-L": -0.308, "Int.": -0.517, "Int. N-L": -0.351},
-}
 
 
 def ensemble(n=400, n_members=16, *, ensemble_std=1.0, error=1.0, width=0.5, seed=0, outputs=()):
@@ -141,18 +133,6 @@ def test_z_scores_are_compared_with_densities_of_unit_variance():
     student = scipy.stats.t(5, scale=np.sqrt(3 / 5))
     np.testing.assert_allclose(ax.lines[1].get_ydata(), student.pdf(x))
     assert ZScoreDisplay.from_prediction(*ensemble(9, n_members=3)).dof is None
-
-
-def test_subsample_sizes():
-    rows = {size: PAPER[size] for size in (5000, 1000, 18000)}
-    rows[5000] = rows[5000] | {"student": -0.3}
-    (ax,) = subsample_figure(rows, {"GPR PP": -0.25, "raw": -8.771}).axes
-    lines = {line.get_label(): line.get_data() for line in ax.lines}
-    np.testing.assert_array_equal(lines["CV"], [[1000, 5000, 18000], [-0.398, -0.381, -0.412]])
-    np.testing.assert_array_equal(lines["student"][1], [np.nan, -0.3, np.nan])
-    low, high = ax.get_ylim()
-    assert -1 < low < -0.554  # the value of −18.75 does not hide the others
-    assert -0.25 < high < 0
 
 
 # --- drawing ---
@@ -263,14 +243,6 @@ def test_records_are_json():
     assert (one["low"], one["high"]) == given["after"].intervals["crps"]
 
 
-def test_the_table_of_the_paper():
-    table = paper_table(PAPER | {"GPR PP": {"CV": -0.255, "N-L": -0.251, "Raw": None}, 0.25: {}})
-    assert list(table.headers) == ["size", "Raw", "CV", "N-L", "Int.", "Int. N-L"]
-    assert [row[0] for row in table.rows] == ["1k", "5k", "18k", "GPR PP", "0.25"]
-    starred = [[cell.strip() for cell in row if cell.endswith("*")] for row in table.rows]
-    assert starred == [["-0.356*", "-0.356*"], ["-0.337*"], ["-0.308*"], ["-0.251*"], []]
-
-
 def test_intervals_as_a_table():
     table = interval_table(columns(), units="eV")
     assert list(table.headers) == ["Score", "before", "after", "ideal"]
@@ -355,13 +327,6 @@ def test_figures_state_what_they_show():
     for display in (BinnedErrorDisplay, ResidualDisplay):
         ax = display.from_prediction(y, found).plot().ax_
         assert len(ax.get_legend().get_texts()) == 1
-    rows = {n: {"a": 1 + n, "b": 1.1 + n, "c": 1.2, "d": 1.3} for n in (0.05, 0.25, 0.5, 0.9)}
-    rows[0.05] |= {"a": -90.0, "b": -80.0}
-    (ax,) = subsample_figure(rows, {}).axes
-    assert "n/N" in ax.get_xlabel()
-    # Two values at 0.05 are below the axis.
-    (arrow,) = ax.texts
-    assert (arrow.get_position()[0], arrow.get_text()) == (0.05, "2 below\n↓")
 
 
 def test_coordinates_and_types_on_the_map():

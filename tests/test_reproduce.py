@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import ase.io
 import numpy as np
 import pytest
-from atomistic_fixtures import organic_crystals
+from atomistic_fixtures import labelled_crystals, organic_crystals
 from checks import rejects
 from typer.testing import CliRunner
 
-from qualms import AtomisticModel
-from qualms.cli.reproduce import reproduce
-from qualms.data import csd
-from qualms.progress import Stages
-from qualms.reproduce import figures, problems
-from qualms.reproduce.problems import csd_problem, csd_shift, qm9_problem
-from qualms.reproduce.results import Results, read_results
-from qualms.reproduce.study import (
+from paper import figures, problems
+from paper.__main__ import app
+from paper.csd import csd
+from paper.problems import csd_problem, csd_shift, qm9_problem
+from paper.results import Results, read_results
+from paper.study import (
     TrainedOnce,
     out_of_bag_calibrations,
     run_shift,
-    study_subsamples,
 )
-from qualms.reproduce.tables import (
+from paper.tables import (
     OUR_COLUMNS,
     PAPER_COLUMNS,
     PUBLISHED,
@@ -33,6 +31,8 @@ from qualms.reproduce.tables import (
     out_of_bag_table,
     write_tables,
 )
+from qualms import AtomisticModel
+from qualms.progress import Stages
 
 COMMITTED = Path(__file__).parents[1] / "docs/reproduction"
 
@@ -59,11 +59,63 @@ def crystals(crystal_file):
 
 
 def run(*arguments):
-    """Run `qualms reproduce`; return standard output, or raise what it raised."""
-    ended = CliRunner().invoke(reproduce, [str(a) for a in arguments])
+    """Run `python -m paper`; return standard output, or raise what it raised."""
+    ended = CliRunner().invoke(app, [str(a) for a in arguments])
     if ended.exception is not None:
         raise ended.exception
     return ended.stdout
+
+
+# --- crystals ---
+
+
+def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
+    path = tmp_path / "crystals.extxyz"
+    ase.io.write(path, organic_crystals(5), format="extxyz")
+    frames = csd(path)
+    columns = [
+        {axis: a.positions[:, i].tolist() for i, axis in enumerate("xyz")}
+        | {"names": a.get_chemical_symbols(), "cell": a.cell.array.ravel().tolist()}
+        for a in frames
+    ]
+    places = [(s, int(i)) for s, a in enumerate(frames) for i in np.flatnonzero(a.numbers == 1)]
+    values = [frames[s].arrays["shielding"][i] for s, i in places]
+    document = {
+        "structures": columns,
+        "environments": [{"structure": s, "center": i} for s, i in places],
+        "properties": {"CS_total": {"target": "atom", "values": values}},
+    }
+    packed = tmp_path / "crystals.json.gz"
+    packed.write_bytes(gzip.compress(json.dumps(document).encode()))
+    for ours, theirs in zip(csd(packed), frames, strict=True):
+        assert ours.get_chemical_symbols() == theirs.get_chemical_symbols()
+        np.testing.assert_allclose(ours.cell.array, theirs.cell.array)
+        hydrogen = theirs.numbers == 1
+        np.testing.assert_array_equal(
+            ours.arrays["shielding"][hydrogen], theirs.arrays["shielding"][hydrogen]
+        )
+        assert np.isnan(ours.arrays["shielding"][~hydrogen]).all()
+    frames[0].info["STATUS"] = "FAILED"
+    ase.io.write(path, frames, format="extxyz")
+    assert len(csd(path, target="shielding")) == 4
+    document["environments"][0]["center"] = -1
+    packed.write_bytes(gzip.compress(json.dumps(document).encode()))
+    with rejects("data"):
+        csd(packed)
+
+
+def test_files_that_are_no_crystals_with_shieldings(tmp_path):
+    bare = organic_crystals(2)
+    bare[1].pbc = False
+    cases = {"bare.extxyz": (bare, "data"), "salt.extxyz": (labelled_crystals(2), "target")}
+    for name, (frames, parameter) in cases.items():
+        ase.io.write(tmp_path / name, frames, format="extxyz")
+        with rejects(parameter):
+            csd(tmp_path / name)
+    (tmp_path / "damaged.json").write_text("{}")
+    for name in ("damaged.json", "missing.extxyz"):
+        with rejects("data"):
+            csd(tmp_path / name)
 
 
 # --- problems ---
@@ -191,24 +243,18 @@ def test_groups_are_left_out_as_a_whole(crystals):
 
 def test_a_study_trains_the_same_model_as_fit(once):
     problem = qm9_problem("subset", "small")
-    study = study_subsamples(
-        problem.train, problem.validation, problem.test, problem.settings, (0.5, 150)
-    )
-    assert list(study.rows) == [0.5, 150]
-    for row in study.rows.values():
-        assert list(row) == [*OUR_COLUMNS, "sources", "GPR PP"]
-        assert row["student"] == pytest.approx(row["CV"], abs=0.3)
-    assert study.rows[0.5]["GPR PP"] == study.rows[150]["GPR PP"]
+    ensemble = once[0].ensemble(0.5)
     free = problem.settings.model_dump() | {"draw": "free"}
-    alone = AtomisticModel(**free, threads=1).fit(problem.train)
-    predicted = alone.predict(problem.test)
-    np.testing.assert_allclose(study.model.predict(problem.test).mean, predicted.mean, rtol=1e-6)
-    # The rows are the paper's: of the members alone, centred on their mean.
+    predicted = AtomisticModel(**free, threads=1).fit(problem.train).predict(problem.test)
+    np.testing.assert_allclose(ensemble.sources(once[2]).mean, predicted.mean, rtol=1e-6)
+    # Columns of the paper are those of the members alone, centred on their mean.
     paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
-    given = free | paper
-    predicted = AtomisticModel(**given, threads=1).fit(problem.train).predict(problem.test)
+    predicted = AtomisticModel(**free | paper, threads=1).fit(problem.train).predict(problem.test)
+    student = out_of_bag_calibrations(ensemble.fitted)["student"]
+    raw = ensemble.ensemble_mean(once[2])
+    estimate = raw.compare(ensemble.ensemble_mean(once[1]), {"student": student})["student"]
     expected = gaussian(predicted.mean - once[2].y, predicted.std)
-    assert study.rows[0.5]["student"] == pytest.approx(expected, rel=1e-4)
+    assert estimate.log_likelihood == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
@@ -218,7 +264,7 @@ def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
         given.update(threads=threads, memory=settings.memory)
         raise InterruptedError
 
-    monkeypatch.setattr("qualms.reproduce.study.resolve", resolve)
+    monkeypatch.setattr("paper.study.resolve", resolve)
     problem = csd_shift(crystals, crystals[:2], "small")
     with pytest.raises(InterruptedError):
         run_shift(problem, threads=3, memory="3GB", stages=Stages())

@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 import yaml
 from atomistic_fixtures import make_model
-from rich.console import Console
 from test_cli import SMALL_RUN, Ended, qualms
 
 from qualms import AtomisticModel
-from qualms.cli._common import Terminal
 from qualms.cli.app import main
+from qualms.cli.terminal import Terminal
 from qualms.report import Table
 
 #: A name that is not UTF-8: in Latin-1 it would be "größe".
@@ -92,7 +91,6 @@ def test_closed_streams(desk, closed):
 def test_control_characters_are_escaped(capsys):
     terminal = Terminal()
     terminal.info(f"one {ESCAPES}\ttwo\nthree")
-    terminal.warn(ESCAPES)
     terminal.result(ESCAPES, Table([ESCAPES], [[ESCAPES]], title=ESCAPES), document={})
     terminal = Terminal(as_json=True)
     terminal.result(document={ESCAPES: ESCAPES})
@@ -102,13 +100,6 @@ def test_control_characters_are_escaped(capsys):
     for text in (out, err):
         assert "\\x1b[2J" in text
         assert not {"\x1b", "\x07", "\x9b", "\r"} & {*text}
-
-
-def test_colours_of_the_command_itself_reach_a_terminal(monkeypatch):
-    terminal, stream = Terminal(), io.StringIO()
-    monkeypatch.setattr(terminal, "_err", Console(file=stream, force_terminal=True))
-    terminal.warn("odd")
-    assert stream.getvalue().startswith("\x1b[")
 
 
 def test_control_characters_of_files_and_names_do_not_reach_the_terminal(desk):
@@ -174,7 +165,7 @@ def test_names_that_are_not_utf8(desk):
         "apply {} members.npz --target e -o a.npz",
         "train {}.xyz --target e -o a.safetensors",
         "train new.xyz --target e --config {} -o a.safetensors",
-        "train new.xyz --target e --scheduler-file {} -o a.safetensors",
+        "train new.xyz --target e --cluster {}.json -o a.safetensors",
     ],
 )
 def test_pipes_and_directories_are_no_input(desk, command):

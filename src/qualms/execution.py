@@ -98,7 +98,7 @@ class Workers:
             _compare(paths, *report)
 
     def share(self, value: Any) -> Any:
-        """Return what tasks are given for a large value that many of them need.
+        """Send a large value to the workers once, and return a handle to pass to tasks.
 
         With Dask, it is the result of a task: one that is lost with its worker is computed again.
         """
@@ -201,7 +201,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _end_of_workers() -> Iterator[None]:
-    """Turn the end of workers, or of their scheduler, into an error that says what to do."""
+    """Turn the end of workers, or of their scheduler, into a `QualmsError`."""
     try:
         yield
     except Exception as error:
@@ -210,12 +210,9 @@ def _end_of_workers() -> Iterator[None]:
         if not (of_dask or isinstance(error, ended)):
             raise
         reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
-        if isinstance(error, BrokenExecutor):  # processes of this machine
-            message = f"A worker ended ({reason}). It may have run out of memory"
-            raise QualmsError(f"{message}: use fewer workers.") from error
         raise QualmsError(
-            f"The workers, or their scheduler, ended ({reason}). Check their logs and memory, and "
-            "start again."
+            f"A worker, or the scheduler, ended ({reason}). It may have run out of memory: use "
+            "fewer workers, and check their logs."
         ) from error
 
 

@@ -29,8 +29,8 @@ def allowed_threads() -> int:
     """Return the number of cores this process may use, limited by environment variables."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     # OpenMP also takes a list, for nested loops.
-    given = [os.environ.get(name, "").split(",")[0].strip() for name in _VARIABLES]
-    return min([cores or 1, *(int(text) for text in given if text.isdecimal() and int(text) > 0)])
+    limits = [os.environ.get(name, "").split(",")[0].strip() for name in _VARIABLES]
+    return min([cores or 1, *(int(text) for text in limits if text.isdecimal() and int(text) > 0)])
 
 
 def default_threads(threads: int | None = None) -> int:
@@ -83,8 +83,8 @@ def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[
     limits = {lib.filepath: threads for lib in libraries if lib.num_threads > threads}
     if not limits:
         return nullcontext()
-    found: AbstractContextManager[Any] = _controller().limit(limits=limits)
-    return found
+    context: AbstractContextManager[Any] = _controller().limit(limits=limits)
+    return context
 
 
 def format_time(seconds: float) -> str:

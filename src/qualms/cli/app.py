@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
@@ -19,8 +19,7 @@ from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 import qualms
-from qualms.cli._common import printable, warnings_as_lines
-from qualms.cli.verb import Verb
+from qualms.cli.terminal import in_options, printable, running_verb, warnings_as_lines
 from qualms.errors import QualmsError, did_you_mean
 
 #: Exit codes, as shells have them, and messages of an interrupt from the keyboard and of signals by
@@ -34,76 +33,124 @@ _ENDED = {
     }.items()
 }
 
-#: Verbs and their help. A verb is the function, or Typer, of the same name in its module.
+#: Verbs, each the function of the same name in its module, with their help and an example.
 VERBS = {
-    "train": "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
-    "template": "Print a configuration file for `qualms train`: every setting with its default.",
-    "predict": "Predict properties of new structures, with uncertainties. Structures are read as a "
-    "stream; the file may be larger than memory.",
-    "evaluate": "Score a model on labelled structures with all calibration methods, or predictions "
-    "of any program.",
-    "report": "Evaluate a model or predictions as `qualms evaluate` does, and write an HTML "
-    "report.",
-    "calibrate": "Calibrate the uncertainties of an ensemble from any code, and score them.",
-    "apply": "Apply a calibration to ensemble predictions.",
-    "info": "Describe a model file.",
-    "demo": "Train and evaluate a model on 3000 molecules of QM9, with figures.",
-    "reproduce": "Reproduce the tables and figures of Musil et al. 2019.",
-}
-#: An example of each verb, for its help.
-EXAMPLES = {
-    "train": "qualms train data.xyz --target energy --units eV -o model.safetensors",
-    "template": "qualms template > run.yaml\n\nqualms train --config run.yaml",
-    "predict": "qualms predict model.safetensors new.xyz -o predicted.xyz",
-    "evaluate": "qualms evaluate model.safetensors test.xyz --in meV\n\n"
-    "qualms evaluate predictions.csv --target energy --reference dft_energy",
-    "report": "qualms report model.safetensors test.xyz -o report.html\n\n"
-    "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
-    "-o report.html",
-    "calibrate": "qualms calibrate committee.xyz --member-keys 'MACE*_energy' "
-    "--target energy -o energy.json",
-    "apply": "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
-    "info": "qualms info model.safetensors",
-    "demo": "qualms demo -o qualms-demo",
-    "reproduce": "qualms reproduce qm9 --scale small",
+    "train": (
+        "Train a model on labelled structures, and calibrate it on out-of-bag predictions.",
+        "qualms train data.xyz --target energy --units eV -o model.safetensors",
+    ),
+    "template": (
+        "Print a configuration file for `qualms train`: every setting with its default.",
+        "qualms template > run.yaml\n\nqualms train --config run.yaml",
+    ),
+    "predict": (
+        "Predict properties of new structures, with uncertainties. Structures are read as a "
+        "stream; the file may be larger than memory.",
+        "qualms predict model.safetensors new.xyz -o predicted.xyz",
+    ),
+    "evaluate": (
+        "Score a model on labelled structures with all calibration methods, or predictions of "
+        "another program.",
+        "qualms evaluate model.safetensors test.xyz --in meV\n\n"
+        "qualms evaluate predictions.csv --target energy --reference dft_energy",
+    ),
+    "report": (
+        "Evaluate a model or predictions as `qualms evaluate` does, and write an HTML report.",
+        "qualms report model.safetensors test.xyz -o report.html\n\n"
+        "qualms report mace0.xyz mace1.xyz mace2.xyz --target MACE_energy --reference REF_energy "
+        "-o report.html",
+    ),
+    "calibrate": (
+        "Calibrate the uncertainties of an ensemble from any code, and score them.",
+        "qualms calibrate committee.xyz --member-keys 'MACE*_energy' --target energy "
+        "-o energy.json",
+    ),
+    "apply": (
+        "Apply a calibration to ensemble predictions.",
+        "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
+    ),
+    "info": ("Describe a model file.", "qualms info model.safetensors"),
+    "demo": (
+        "Train and evaluate a model on 3000 molecules of QM9, with figures.",
+        "qualms demo -o qualms-demo",
+    ),
 }
 #: Options that the help shows unless all are asked for.
 COMMON = {
     "train": (
-        *("output", "config", "target", "units", "forces", "stress"),
-        *("group_key", "test", "baseline", "effort"),
+        *("output", "target", "units", "forces", "stress", "group_key", "test"),
+        *("baseline", "effort", "config"),
     )
 }
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
+class Verb(TyperCommand):
+    """A command of ``qualms``.
+
+    Errors name its options instead of arguments of the library. The help has a section for each
+    panel of options; if some are `common`, it is limited to them, and ``--help-all`` shows all.
+    """
+
+    common: Sequence[str] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        if "--help-all" in args:
+            self.common, args = (), ["--help"]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        token = running_verb.set(self)
+        try:
+            return super().invoke(ctx)
+        except QualmsError as error:
+            error.args = (in_options(str(error)),)
+            raise
+        finally:
+            running_verb.reset(token)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options, by panel."""
+        panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
+        parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
+        arguments = [n for n, p in parameters.items() if p.param_type_name == "argument"]
+        for name in (*arguments, *self.common, "help") if self.common else parameters:
+            parameter: Any = parameters[name]
+            record = parameter.get_help_record(ctx)
+            if name in arguments:
+                panels["Arguments"].append((parameter.metavar, record[1]))
+            elif record is not None:
+                panel = None if self.common else getattr(parameter, "rich_help_panel", None)
+                panels.setdefault(panel or "Options", []).append(record)
+        if self.common:
+            panels["Options"].append(("--help-all", f"Show all {len(parameters)} options."))
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 class Verbs(TyperGroup):
     """Commands that are imported when they are used."""
-
-    _listing = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the verbs."""
         return [*VERBS]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a verb; for the list of verbs, only its help is needed."""
+        """Import a verb."""
         if cmd_name not in VERBS:
             return None
-        if self._listing:
-            return TyperCommand(cmd_name, help=VERBS[cmd_name])
         verb = getattr(import_module(f"qualms.cli.{cmd_name}"), cmd_name)
-        if not isinstance(verb, typer.Typer):
-            single = typer.Typer(
-                add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None
-            )
-            single.command(cmd_name, cls=Verb)(verb)
-            verb = single
-        command: Any = typer.main.get_command(verb)
-        command.name, command.help = cmd_name, VERBS[cmd_name]
-        command.epilog = f"Example:\n\n{EXAMPLES[cmd_name]}"
-        if cmd_name in COMMON:
-            command.common = COMMON[cmd_name]
+        single = typer.Typer(add_completion=False, context_settings=_CONTEXT, rich_markup_mode=None)
+        single.command(cmd_name, cls=Verb)(verb)
+        command: Any = typer.main.get_command(single)
+        command.name = cmd_name
+        command.help, example = VERBS[cmd_name]
+        command.epilog = f"Example:\n\n{example}"
+        command.common = COMMON.get(cmd_name, ())
         return command
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -112,13 +159,10 @@ class Verbs(TyperGroup):
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], VERBS)}")
         return super().resolve_command(ctx, args)
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the list of verbs."""
-        self._listing = True
-        try:
-            super().format_help(ctx, formatter)
-        finally:
-            self._listing = False
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of verbs, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (text, _) in VERBS.items()])
 
 
 app = typer.Typer(
@@ -128,12 +172,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings=_CONTEXT,
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         typer.echo(f"qualms {qualms.__version__}")
         raise typer.Exit
 
@@ -147,12 +192,12 @@ def _options(
     """Chemical machine learning with calibrated uncertainties."""
 
 
-def main() -> None:
+def main(command: Callable[[], object] = app) -> None:
     """Run a command. Bad input ends in one line and exit code 2, never in a traceback."""
     _prepare_streams()
     try:
         with _signals_as_exits(), warnings_as_lines():
-            app()
+            command()
     except QualmsError as error:
         _fail(2, str(error))
     except KeyboardInterrupt:

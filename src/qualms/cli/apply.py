@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from qualms.cli._common import (
-    Absent,
-    Force,
-    Json,
-    MeanColumn,
-    MemberKeys,
-    Order,
-    Quiet,
-    StdColumn,
-    Terminal,
-)
+from qualms.cli.options import READING, Force, Json, Quiet, reading, with_options
+from qualms.cli.terminal import Terminal, warn
+
+_TARGET = Annotated[str | None, Option(help="Name of the property, if it is different here.")]
+_COLUMNS = ("member_keys", "mean_column", "std_column", "absent", "order")
 
 
+@with_options({"target": _TARGET} | {name: READING[name] for name in _COLUMNS})
 def apply(
     calibration: Annotated[
         Path, Argument(metavar="CALIBRATION", help="File written by `qualms calibrate`.")
@@ -29,14 +24,6 @@ def apply(
         Argument(metavar="PREDICTIONS", help="New predictions of the same ensemble."),
     ],
     output: Annotated[Path, Option("--output", "-o", help="File to write, in the same format.")],
-    target: Annotated[
-        str | None, Option(help="Name of the property, if it is different here.")
-    ] = None,
-    member_keys: MemberKeys = None,
-    mean_column: MeanColumn = None,
-    std_column: StdColumn = None,
-    absent: Absent = None,
-    order: Order = None,
     write_members: Annotated[
         bool,
         Option("--with-members/--no-members", help="Whether to write calibrated members."),
@@ -44,6 +31,7 @@ def apply(
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **names: Any,
 ) -> None:
     """Run ``qualms apply``."""
     from qualms.atomistic.structures import file_of
@@ -56,26 +44,22 @@ def apply(
     check_not_input(output, calibration, *map(file_of, predictions))
     check_output(output, force=force)
     document = read_calibration(calibration)
+    target = names["target"] or names["mean_column"] or document.target
     applied = apply_calibration(
         document,
         predictions,
         output,
-        target=target or mean_column,
-        members=member_keys,
-        mean=mean_column,
-        std=std_column,
-        absent=absent,
-        order=order,
+        **reading(**names | {"target": target}),
         write_members=write_members,
         force=force,
     )
     for remark in applied.remarks:
-        terminal.warn(remark)
+        warn(remark)
     terminal.result(
         f"{counted(applied.n_points, 'prediction')} → {output}",
         document={
             "output": str(output),
-            "target": target or document.target,
+            "target": target,
             "n_points": applied.n_points,
             "n_members": applied.n_members,
             "remarks": list(applied.remarks),

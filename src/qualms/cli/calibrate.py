@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 from qualms.calibration.methods import METHODS
-from qualms.cli._common import (
-    Absent,
+from qualms.cli.options import (
+    READING,
     Force,
     InUnits,
     Json,
-    MeanColumn,
-    MemberKeys,
-    Order,
     Per,
-    Predictions,
     Quiet,
-    Reference,
     Seed,
-    StdColumn,
-    Target,
-    Terminal,
-    Units,
     description,
     reading,
+    with_options,
 )
+from qualms.cli.terminal import Terminal, warn
 
 if TYPE_CHECKING:
     from qualms.ensembles.calibrate import Calibrated
 
 
+@with_options(READING)
 def calibrate(
-    predictions: Predictions,
+    predictions: Annotated[
+        list[Path],
+        Argument(
+            metavar="PREDICTIONS",
+            help="Predictions and reference values: extended XYZ, .csv, .tsv, .parquet, .npz, .npy "
+            "or .json. Several files have the same rows; their predictions are members.",
+        ),
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Calibration file to write (.json).")],
-    target: Target = None,
-    reference: Reference = None,
-    member_keys: MemberKeys = None,
-    mean_column: MeanColumn = None,
-    std_column: StdColumn = None,
-    absent: Absent = None,
-    order: Order = None,
-    units: Units = None,
     in_units: InUnits = None,
     per: Per = None,
     method: Annotated[
@@ -64,6 +57,7 @@ def calibrate(
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **names: Any,
 ) -> None:
     """Run ``qualms calibrate``."""
     from qualms.atomistic.structures import file_of
@@ -90,29 +84,27 @@ def calibrate(
     if report is not None:
         for path in check_report(report, force=force):
             check_not_input(path, *inputs, output)
-    energy_factor(units or "", in_units)  # before any work
-    names = {"target": target, "reference": reference, "member_keys": member_keys}
-    names |= {"mean_column": mean_column, "std_column": std_column}
-    names |= {"absent": absent, "order": order}
+    units = names.pop("units") or ""
+    energy_factor(units, in_units)  # before any work
     sources = [read_source(path) for path in predictions]
-    ensemble = read_ensemble(sources, **reading(names), by=by)
+    ensemble = read_ensemble(sources, **reading(**names), by=by)
     terminal.info(description(ensemble))
     frames = sources[0] if isinstance(sources[0], list) else None
     with Stages(terminal.progress()).stage("Methods", len(METHODS)) as advance:
         calibrated = calibrate_ensemble(
-            ensemble, method, frames=frames, seed=seed or 0, on_method=advance
+            ensemble, method, frames=frames, seed=seed, on_method=advance
         )
     evaluation = evaluate_ensemble(
         calibrated.ensemble,
         calibrated.prediction,
         frames=frames,
-        units=units or "",
+        units=units,
         in_units=in_units,
         per=per,
     )
-    document = make_document(calibrated, ensemble, by, units or "")
+    document = make_document(calibrated, ensemble, by, units)
     for remark in calibrated.remarks:
-        terminal.warn(remark)
+        warn(remark)
     files = ", ".join(path.name for path in predictions)
     title = f"{ensemble.target}: {files}, {ensemble.counted(len(calibrated.std))}"
     tables = {"Comparison of methods": comparison_table(calibrated.comparison)}
@@ -129,7 +121,7 @@ def calibrate(
     with written_together():
         write_calibration(document, output, force=force)
         if report is None:
-            assessment = assess(with_uncertainty(evaluation)[0], seed=seed or 0)
+            assessment = assess(with_uncertainty(evaluation)[0], seed=seed)
         else:
             made = write_report(
                 report,
@@ -139,7 +131,7 @@ def calibrate(
                 remarks=[*calibrated.remarks, after],
                 tables=tables,
                 force=force,
-                seed=seed or 0,
+                seed=seed,
             )
             assessment = made.sections[ensemble.target].assessment
             written += made.paths

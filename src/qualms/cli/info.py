@@ -6,7 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
-from qualms.cli._common import Json, Model, Quiet, Terminal
+from qualms.cli.options import Json, Model, Quiet
+from qualms.cli.terminal import Terminal
 
 
 def info(

@@ -5,44 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from qualms.cli._common import (
+from qualms.cli.cluster import open_workers
+from qualms.cli.options import (
     FORMATS,
-    BaselineKey,
-    ConfirmBaseline,
+    RUNNING,
     Force,
     InUnits,
     Json,
     Model,
     Per,
     Quiet,
-    SkipFailed,
-    Terminal,
-    Threads,
-    Weights,
     baseline_of,
+    with_options,
 )
-from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
-from qualms.cli.verb import naming_files
+from qualms.cli.terminal import Terminal, naming_files, warn
 from qualms.errors import InputError, counted
 
 if TYPE_CHECKING:
     from qualms.atomistic.bulk import Output
     from qualms.atomistic.model import AtomisticModel
 
-_TABLES = (".csv", ".parquet")
 
-_WARNINGS = {
-    "unknown_species": "have elements that are ignored.",
-    "without_volume": "have no cell with a volume, and no stress.",
-    "extrapolating": "are out of distribution (qualms_extrapolates): their uncertainties are less "
-    "reliable.",
-}
-
-
+@with_options(RUNNING)
 def predict(
     model: Model,
     structures: Annotated[Path, Argument(metavar="STRUCTURES", help=f"New structures: {FORMATS}.")],
@@ -82,20 +70,12 @@ def predict(
             "composition.",
         ),
     ] = False,
-    confirm_baseline: ConfirmBaseline = None,
-    baseline_key: BaselineKey = None,
-    skip_failed: SkipFailed = False,
-    weights: Weights = None,
-    threads: Threads = None,
-    scheduler: Scheduler = None,
-    scheduler_file: SchedulerFile = None,
-    cluster: Cluster = None,
-    cluster_config: ClusterConfig = None,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
+    **running: Any,
 ) -> None:
-    """Predict properties of new structures, with uncertainties."""
+    """Run ``qualms predict``."""
     from qualms.atomistic import bulk
     from qualms.atomistic.structures import FrameFiles, Places, iter_frames
     from qualms.execution import as_workers
@@ -106,20 +86,21 @@ def predict(
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
     wanted = bulk.Output(
-        ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown, skip_failed
+        *(ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown),
+        running["skip_failed"],
     )
-    chosen = baseline_of(confirm_baseline, baseline_key)
-    file = bulk.ModelFile.of(model, threads=threads, baseline=chosen, weights=weights)
+    baseline = baseline_of(running["confirm_baseline"], running["baseline_key"])
+    threads, cluster = running["threads"], running["cluster"]
+    file = bulk.ModelFile.of(model, threads=threads, baseline=baseline, weights=running["weights"])
     loaded = file.load()
     _check_options(loaded, output, wanted)
     target, (_, units) = loaded.settings.target, wanted.units(loaded)
     kind: Literal["atomic", "structure"] = "atomic" if loaded.fitted.per_atom else "structure"
     n: Counter[str] = Counter()
-    on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
     # Before workers are started: there may be nothing to read.
-    frames = FrameFiles.open([structures]) if on_workers else None
+    frames = None if cluster is None else FrameFiles.open([structures])
     with (
-        open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor,
+        open_workers(cluster, running["cluster_config"], terminal) as executor,
         Stages(terminal.progress()).stage("Structures") as advance,
         open_writer(
             output, target, kind=kind, ensemble=ensemble, interval=interval, force=force
@@ -141,9 +122,14 @@ def predict(
                 f"No structure of {structures} has a cell with a volume, which --stress needs.",
                 parameter="--stress",
             )
-    for name, text in _WARNINGS.items():
+    for name, text in {
+        "unknown_species": "have elements that are ignored.",
+        "without_volume": "have no cell with a volume, and no stress.",
+        "extrapolating": "are out of distribution (qualms_extrapolates): their uncertainties are "
+        "less reliable.",
+    }.items():
         if n[name]:
-            terminal.warn(f"{n[name]} of {n['structures']} structures {text}")
+            warn(f"{n[name]} of {n['structures']} structures {text}")
     if atoms and loaded.reference is not None:
         terminal.info(f"{target}_atoms are contributions to the difference from the baseline.")
     counts = {f"n_{name}": count for name, count in n.items()}
@@ -154,8 +140,10 @@ def predict(
 
 
 def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
+    """Reject options that the model or the format of the output cannot fulfil."""
     from qualms.atomistic.forces import check_model
 
+    is_table = output.suffix in (".csv", ".parquet")
     option = next(
         (f"--{name}" for name in ("forces", "stress", "atoms") if getattr(wanted, name)), None
     )
@@ -173,14 +161,12 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
             "of atoms.",
             parameter="--atoms",
         )
-    if option and output.suffix in _TABLES:
+    if option and is_table:
         raise InputError(
             f"{output} cannot hold the values of {option}: --output must end in .xyz or .npz.",
             parameter="--output",
         )
-    if wanted.interval is not None:
-        _check_interval(model, wanted.interval)
-    if (wanted.in_units or wanted.per) and output.suffix not in (*_TABLES, ".npz"):
+    if (wanted.in_units or wanted.per) and not (is_table or output.suffix == ".npz"):
         # Programs that read structures assume eV.
         option = "--in" if wanted.in_units else "--per"
         raise InputError(
@@ -194,20 +180,4 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
             f"--per {wanted.per} cannot be used: it is atom or structure, and for extensive "
             f"properties only ({model.settings.target!r} is {model.settings.kind}).",
             parameter="--per",
-        )
-
-
-def _check_interval(model: AtomisticModel, level: float) -> None:
-    conformal = {name: of.conformal for name, of in model.fitted.calibrations.items()}
-    if conformal["energy"] is None:
-        raise InputError(
-            "--interval needs out-of-bag errors, which this model does not have.",
-            parameter="--interval",
-        )
-    largest = min(float(of.probabilities[-1]) for of in conformal.values() if of is not None)
-    if not 0 < level <= largest:
-        raise InputError(
-            f"--interval {level} is not between 0 and {largest:.4g}, the largest coverage that the "
-            "out-of-bag points of this model determine.",
-            parameter="--interval",
         )

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
-from qualms.cli._common import Force, Json, Quiet, Terminal
-from qualms.cli.evaluate import Files, evaluate_files, with_options
+from qualms.cli.evaluate import OPTIONS, Files, evaluate_files
+from qualms.cli.options import Force, Json, Quiet, with_options
+from qualms.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.report.structure_map import AtomValues, Coordinates
 
 
-@with_options
+@with_options(OPTIONS)
 def report(
     files: Files,
     output: Annotated[Path, Option("--output", "-o", help="File to write: .html.")],
@@ -32,13 +33,11 @@ def report(
     from qualms.report.tables import interval_records, interval_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
-    validation = options["validation"]
-    others = (validation and file_of(validation), options["calibration_file"])
     for path in check_report(output, force=force):
-        check_not_input(path, *map(file_of, files), *others)
-    found = evaluate_files(files, terminal, **options)
-    first, main = next(iter(found.evaluations.items()))
-    model = found.model
+        check_not_input(path, *map(file_of, files), options["calibration_file"])
+    evaluated = evaluate_files(files, terminal, **options)
+    first, main = next(iter(evaluated.evaluations.items()))
+    model = evaluated.model
     names = [path.name for path in files]
     of = ", ".join(names) if model is None else f"{names[0]} on {', '.join(names[1:])}"
     values, coordinates = None, None
@@ -47,10 +46,10 @@ def report(
         coordinates = _coordinates(model, main.frames or ())
     written = write_report(
         output,
-        found.evaluations,
+        evaluated.evaluations,
         title=f"{main.target}: {of}",
-        facts=found.facts,
-        remarks=[*found.remarks, *(found.notes if model is not None else ())],
+        facts=evaluated.facts,
+        remarks=evaluated.remarks,
         atom_values=values,
         coordinates=coordinates,
         force=force,
@@ -58,16 +57,15 @@ def report(
     parts: list[Any] = []
     documents: dict[str, Any] = {}
     for name, section in written.sections.items():
-        one, assessment = section.evaluation, section.assessment
-        parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
-        parts.append(
-            interval_table(assessment.scores, units=one.units, title=one.target, dof=assessment.dof)
-        )
+        assessment, target = section.assessment, section.evaluation.target
+        scores, units = assessment.scores, section.evaluation.units
+        parts += [f"{target}: {assessment.sentence}", *assessment.details]
+        parts.append(interval_table(scores, units=units, title=target, dof=assessment.dof))
         documents[name] = {
-            "units": one.units,
-            "n_points": len(one),
+            "units": units,
+            "n_points": len(section.evaluation),
             "assessment": assessment.document(),
-            "scores": interval_records(assessment.scores),
+            "scores": interval_records(scores),
         }
     paths = [str(path) for path in written.paths]
     terminal.result(
@@ -88,7 +86,7 @@ def report(
 
 
 def _coordinates(model: AtomisticModel, frames: Sequence[Any]) -> Coordinates:
-    """Return what computes the axes of the map: kernel principal components."""
+    """Return a function that computes the axes of the map: kernel principal components."""
     from qualms.atomistic.evaluation import kernel_components
 
     return lambda some: kernel_components(model, [frames[i] for i in some])
@@ -97,7 +95,7 @@ def _coordinates(model: AtomisticModel, frames: Sequence[Any]) -> Coordinates:
 def _atom_values(
     model: AtomisticModel, frames: Sequence[Any], in_units: str | None
 ) -> AtomValues | None:
-    """Return what computes novelty and uncertainties of atoms for the map of structures."""
+    """Return a function that computes novelty and uncertainties of atoms for the map."""
     import numpy as np
 
     from qualms.evaluation import energy_factor
@@ -107,13 +105,13 @@ def _atom_values(
         return None
     names = (NOVELTY, "σ of the contribution", "σ of the force")
     energies = (model.settings.units, model.settings.units_of("forces"))
-    units = [(1.0, ""), *(energy_factor(one, in_units) for one in energies)]
+    units = [(1.0, ""), *(energy_factor(name, in_units) for name in energies)]
 
     def atom_values(some: Sequence[int]) -> Properties:
         has_forces = model.fitted.settings.has_forces
-        found = model.predict([frames[i] for i in some], forces=has_forces, atoms=True)
-        columns = [found.atom_novelty, [part.std for part in found.atoms]]
-        columns += [found.force_std] if has_forces else []
+        prediction = model.predict([frames[i] for i in some], forces=has_forces, atoms=True)
+        columns = [prediction.atom_novelty, [part.std for part in prediction.atoms]]
+        columns += [prediction.force_std] if has_forces else []
         return {
             name: (np.concatenate(values) * factor, unit)
             for name, (factor, unit), values in zip(names, units, columns, strict=False)

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from qualms.atomistic.settings import Settings
-from qualms.cli._common import (
+from qualms.cli.cluster import open_workers
+from qualms.cli.options import (
     FORMATS,
     BaselineKey,
+    Cluster,
+    ClusterConfig,
     Force,
     Json,
     Quiet,
     SkipFailed,
-    Terminal,
     baseline_of,
     read_yaml,
-    remarks_about,
+    with_options,
 )
-from qualms.cli.cluster import Cluster, ClusterConfig, Scheduler, SchedulerFile, open_workers
-from qualms.cli.verb import Located, naming_files
+from qualms.cli.terminal import Located, Terminal, naming_files, warn
 from qualms.errors import InputError, did_you_mean
 from qualms.features.learned import make_backbone
 
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from qualms.atomistic.model import AtomisticModel
     from qualms.evaluation import Evaluation
 
-_DATA, _MODEL = "Data", "Model"
-#: Subsamples of fewer structures were probably meant to be a fraction.
-_SMALL = 10
-#: Memory of structures, relative to the size of their file; those that would take more than half of
-#: the limit are read part by part.
-_EXPANSION, _SHARE = 10, 0.5
 #: Entries of the configuration file beside the fields of `Settings`: parameters of the command.
 ENTRIES = {
     "data": "Labelled structures: a file, or a list of files.",
@@ -48,67 +41,38 @@ ENTRIES = {
     "group_key": "Key of group labels; structures of one group are never split.",
     "test": "Labelled structures to evaluate the model on: a file, or a list of files.",
 }
-#: Names of entries in other programs.
-_SYNONYMS = {"validation": "test", "valid_file": "test", "test_file": "test", "train_file": "data"}
-#: Options whose names are not those of their fields.
-_NAMES = {"forces": "forces-key", "stress": "stress-key"}
-#: Parameters of the command in the order of the help. Those that `train` does not have itself are
-#: made from the fields of `Settings`; its other fields can be set in the configuration file.
-_ORDER = (
-    *("data", "output", "config"),
-    *("target", "forces", "stress", "units", "intensive", "per_atom_target", "species"),
-    *("mixed_states",),
-    *("group_key", "test"),
-    *("representation", "cutoff", "n_representatives", "effort", "selection"),
-    *("baseline", "baseline_key", "skip_failed"),
-    *("noise", "forces_noise", "stress_noise"),
-    *("uncertainty", "n_members", "subsample", "centre", "calibration", "seed"),
-    *("memory", "threads", "scheduler", "scheduler_file", "cluster", "cluster_config"),
-    *("force", "quiet", "as_json"),
-)
+#: Fields of `Settings` without an option: seldom needed, or flags of the command (kind).
+IN_FILE = ("kind", "force_atoms", "n_posterior", "resample", "draw", "replace", "keep_pp")
 
 
-def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace ``**settings`` of a command by one option per parameter of `Settings`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    parameters = [own.get(name) or _option(name) for name in _ORDER]
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-    )
-    command.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": None}
-    return command
-
-
-def _option(name: str) -> inspect.Parameter:
+def _option(name: str) -> Any:
     """Return the option for a field: its help, panel and possible values are those of the field."""
     field = Settings.model_fields[name]
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    extra: Any = field.json_schema_extra
     # The type as in the documentation, such as {"fps", "cur", "random"} or float.
-    type_name = str(extra.get("type", "")).replace('"', "")
-    values = re.sub("[{}]", "", type_name).replace("float", "a number").replace("int", "a number")
+    values = re.sub('[{}"]', "", extra["type"]).replace("float", "a number")
+    values = values.replace("int", "a number").replace("dict", "JSON").replace("str", "a name")
     text = (field.description or "").replace("``", "")
-    if "{" in type_name or "auto" in type_name:
-        text += f" Values: {values.replace('dict', 'JSON').replace('str', 'a name')}."
+    if "{" in extra["type"] or "auto" in extra["type"]:
+        text += f" Values: {values}."
     if field.annotation is not bool and field.default not in (None, "") and not field.is_required():
         text += f" Default: {field.default}."
+    names = {"forces": "forces-key", "stress": "stress-key"}
     option = Option(
-        f"--{_NAMES.get(name, name.removeprefix('n_').replace('_', '-'))}",
+        f"--{names.get(name, name.removeprefix('n_').replace('_', '-'))}",
         help=text,
         show_default=False,
-        rich_help_panel=str(extra.get("group", _MODEL)).capitalize(),
+        rich_help_panel=extra["group"].capitalize(),
     )
     types: dict[Any, type] = {int: int, int | None: int, bool: bool}
     type_ = types.get(field.annotation, str)
-    annotation = Annotated[type_ | None, option]  # type: ignore[valid-type]
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=None, annotation=annotation)
+    return Annotated[type_ | None, option]
 
 
-@_with_settings
+@with_options({name: _option(name) for name in Settings.model_fields if name not in IN_FILE})
 def train(
     data: Annotated[
-        list[Path] | None,
-        Argument(metavar="DATA", help=f"Labelled structures: {FORMATS}."),
+        list[Path] | None, Argument(metavar="DATA", help=f"Labelled structures: {FORMATS}.")
     ] = None,
     output: Annotated[Path | None, Option("--output", "-o", help=ENTRIES["output"])] = None,
     config: Annotated[
@@ -119,35 +83,32 @@ def train(
         ),
     ] = None,
     intensive: Annotated[
-        bool, Option("--intensive", help="The target is an average.", rich_help_panel=_DATA)
+        bool, Option("--intensive", help="The target is an average.", rich_help_panel="Data")
     ] = False,
     per_atom_target: Annotated[
         bool,
-        Option("--per-atom-target", help="The target is a value per atom.", rich_help_panel=_DATA),
+        Option("--per-atom-target", help="The target is a value per atom.", rich_help_panel="Data"),
     ] = False,
     group_key: Annotated[
-        str | None,
-        Option(help=ENTRIES["group_key"], rich_help_panel=_DATA),
+        str | None, Option(help=ENTRIES["group_key"], rich_help_panel="Data")
     ] = None,
     test: Annotated[
         list[Path] | None,
         Option(
             metavar="PATH",
             help="Labelled structures to evaluate the model on; for several files, once for each.",
-            rich_help_panel=_DATA,
+            rich_help_panel="Data",
         ),
     ] = None,
     cutoff: Annotated[
         float | None,
         Option(
             help="Cutoff of the environments in Å; by default that of the representation.",
-            rich_help_panel=_MODEL,
+            rich_help_panel="Model",
         ),
     ] = None,
     baseline_key: BaselineKey = None,
     skip_failed: SkipFailed = False,
-    scheduler: Scheduler = None,
-    scheduler_file: SchedulerFile = None,
     cluster: Cluster = None,
     cluster_config: ClusterConfig = None,
     force: Force = False,
@@ -157,20 +118,13 @@ def train(
 ) -> None:
     """Run ``qualms train``."""
     from qualms.atomistic.evaluation import evaluate, find_references
-    from qualms.atomistic.model import AtomisticModel
     from qualms.atomistic.settings import parse_memory
-    from qualms.atomistic.structures import (
-        FrameFiles,
-        file_of,
-        read_files,
-        readable,
-        species_of,
-    )
+    from qualms.atomistic.structures import FrameFiles, file_of, read_files, readable, species_of
+    from qualms.cli.evaluate import remarks_about
     from qualms.io.files import check_not_input, check_output, written_together
-    from qualms.io.predictions import check_name
     from qualms.progress import Stages
     from qualms.report.assessment import assess
-    from qualms.report.tables import score_table
+    from qualms.report.tables import score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     if intensive and per_atom_target:
@@ -180,61 +134,35 @@ def train(
     settings["kind"] = "atomic" if per_atom_target else "intensive" if intensive else None
     settings["baseline"] = baseline_of(settings["baseline"], baseline_key)
     settings |= {"data": data or None, "output": output, "group_key": group_key, "test": test}
-    entries = {} if config is None else _entries(config)
-    run = _settings(entries, settings, cutoff)
-    with _naming_file(config, [name for name in run if run[name] is entries.get(name)]):
-        data, test = (_paths(name, run.pop(name, None)) for name in ("data", "test"))
-        output, group_key = run.pop("output", None), run.pop("group_key", None)
-        if not isinstance(group_key, (str, NoneType)):
-            raise InputError(
-                f"`group_key` is {group_key!r}, not the name of a key.", parameter="group_key"
-            )
-        model = AtomisticModel(**run)
-    if not data:
-        raise InputError(
-            "There is nothing to train on: name files with labelled structures, or write `data` in "
-            "the configuration file.",
-            parameter="DATA",
-        )
-    if not isinstance(output, (str, Path)):
-        raise InputError("--output, the model file to write, is missing.", parameter="--output")
-    output = Path(output)
-    check_name("target", model.settings.target)
-    size = model.settings.subsample
-    if size >= 1 and size < _SMALL:
-        terminal.warn(
-            f"--subsample {size} is a number: members are trained on {size} structures each. A "
-            "fraction is less than one."
-        )
-    if output.suffix != ".safetensors":
-        raise InputError(
-            f"--output {output} does not end in .safetensors, as model files do.",
-            parameter="--output",
-        )
+    options = {name: value for name, value in settings.items() if value is not None}
+    model, files = _model_of(config, options, cutoff)
+    data, test, output = files["data"], files["test"], files["output"]
     summary = output.with_suffix(".json")
     for path in (output, summary):
         check_not_input(path, *map(file_of, (*data, *test)), config)
         check_output(path, force=force)
     # Errors in files are found before workers are started, or the training is.
     held_out, test_files = read_files(test) if test else ([], None)
-    large = sum(file.stat().st_size for file in map(file_of, data) if file.is_file()) * _EXPANSION
-    on_workers = any(option is not None for option in (scheduler, scheduler_file, cluster))
+    # Structures take about ten times the memory of their file; if that is more than half of the
+    # limit, they are read part by part.
+    size = sum(file.stat().st_size for file in map(file_of, data) if file.is_file())
+    is_large = 20 * size > parse_memory(model.settings.memory)
     frames: Any
-    files: Located
-    if on_workers or (large > _SHARE * parse_memory(model.settings.memory) and readable(data)):
-        frames = files = FrameFiles.open(data)
+    places: Located
+    if cluster is not None or (is_large and readable(data)):
+        frames = places = FrameFiles.open(data)
     else:
-        frames, files = read_files(data)
+        frames, places = read_files(data)
     if test_files is not None:
-        known = species_of(held_out if isinstance(frames, FrameFiles) else frames)
+        species = species_of(held_out if isinstance(frames, FrameFiles) else frames)
         with naming_files(test_files):
-            find_references(held_out, model.settings, known)
-    found: dict[str, Evaluation] = {}
-    with open_workers(scheduler, scheduler_file, cluster, cluster_config, terminal) as executor:
-        with naming_files(files):
+            find_references(held_out, model.settings, species)
+    evaluations: dict[str, Evaluation] = {}
+    with open_workers(cluster, cluster_config, terminal) as executor:
+        with naming_files(places):
             model.fit(
                 frames,
-                groups=group_key,
+                groups=files["group_key"],
                 progress=terminal.progress() or False,
                 skip_failed=skip_failed,
                 executor=executor,
@@ -245,19 +173,22 @@ def train(
         if test_files is not None:
             stages = Stages(terminal.progress())
             with naming_files(test_files):
-                found = evaluate(
+                evaluations = evaluate(
                     model, held_out, skip_failed=skip_failed, stages=stages, executor=executor
                 )
-            for remark in remarks_about(model, found):
+            for remark in remarks_about(model, evaluations):
                 terminal.info(remark)
-    document = summary_document(model, found)
-    parts: list[Any] = []
-    for quantity, one in found.items():
-        assessment = assess(one)
+    document, parts = summary_document(model), list[Any]()
+    for quantity, evaluation in evaluations.items():
+        assessment, target = assess(evaluation), evaluation.target
+        key = "test" if quantity == "energy" else f"{quantity}_test"
+        document[key] = score_records(evaluation.scores)
         document[f"{quantity}_assessment"] = assessment.document()
-        parts += [score_table(one.scores, units=one.units, title=f"Test: {one.target}")]
-        parts += [f"{one.target}: {assessment.sentence}", *assessment.details]
-    if found:
+        parts.append(
+            score_table(evaluation.scores, units=evaluation.units, title=f"Test: {target}")
+        )
+        parts += [f"{target}: {assessment.sentence}", *assessment.details]
+    if evaluations:
         _write_summary(summary, document, force=True)
     terminal.result(model.summary(), *parts, document=document)
     terminal.info(f"Wrote {output} and {summary}.")
@@ -270,13 +201,9 @@ def _write_summary(path: Path, document: Mapping[str, Any], *, force: bool) -> N
         json.dump(document, file, indent=2)
 
 
-def summary_document(
-    model: AtomisticModel, evaluations: Mapping[str, Evaluation] = MappingProxyType({})
-) -> dict[str, Any]:
+def summary_document(model: AtomisticModel) -> dict[str, Any]:
     """Return the description of a model as a JSON document."""
-    from qualms.report.tables import score_records
-
-    document: dict[str, Any] = {
+    return {
         "settings": model.settings.model_dump(mode="json"),
         "training": model.record.model_dump(mode="json"),
         "calibrations": {
@@ -290,58 +217,79 @@ def summary_document(
         },
         "provenance": model.provenance.model_dump(mode="json"),
     }
-    for quantity, found in evaluations.items():
-        key = "test" if quantity == "energy" else f"{quantity}_test"
-        document[key] = score_records(found.scores)
-    return document
 
 
-def _entries(config: Path) -> dict[str, Any]:
-    """Return the entries of the configuration file."""
-    entries = read_yaml(config, "--config")
-    known = [*ENTRIES, *Settings.model_fields]
+def _model_of(
+    config: Path | None, options: dict[str, Any], cutoff: float | None
+) -> tuple[AtomisticModel, dict[str, Any]]:
+    """Return the untrained model, and its `ENTRIES`, of configuration file and options.
+
+    Options override the file. Errors of entries of the file begin with its name.
+    """
+    from qualms.atomistic.model import AtomisticModel
+    from qualms.io.predictions import check_name
+
+    names = [*ENTRIES, *Settings.model_fields]
+    entries = {} if config is None else read_yaml(config, "--config")
+    elsewhere = {"validation": "test", "valid_file": "test", "test_file": "test"}
     for name in entries:
-        if name not in known:
-            similar = did_you_mean(_SYNONYMS.get(name, name), known)
+        if name not in names:
+            similar = did_you_mean(elsewhere.get(name, name), names)
             raise InputError(
                 f"{config} has an entry {name!r}, which is not a setting."
-                + (similar or f" The settings are {', '.join(known)}."),
+                + (similar or f" The settings are {', '.join(names)}."),
                 parameter="--config",
             )
-    return entries
-
-
-@contextmanager
-def _naming_file(config: Path | None, names: Sequence[str]) -> Iterator[None]:
-    """Let errors of entries with these names begin with the file, and name no options."""
-    try:
-        yield
-    except InputError as error:
-        name = error.parameter.partition("[")[0]
-        if name not in [*ENTRIES, *Settings.model_fields]:  # a hyper-parameter
-            name = "representation"
-        if name in names:
-            error.args = (f"{config}: {error}".replace("`", ""),)
-        raise
-
-
-def _settings(
-    entries: dict[str, Any], given: dict[str, Any], cutoff: float | None
-) -> dict[str, Any]:
-    """Return the entries of the configuration file, overridden by those of the command line."""
-    settings = entries | {name: value for name, value in given.items() if value is not None}
+    run = entries | options
     if cutoff is not None:
-        chosen = settings.get("representation", "auto")
-        if make_backbone(chosen) is not None:
+        representation = run.get("representation", "auto")
+        if make_backbone(representation) is not None:
             raise InputError(
                 f"--cutoff {cutoff} cannot be used: the cutoff of a network cannot be changed.",
                 parameter="--cutoff",
             )
-        scales = chosen if isinstance(chosen, dict) else {"preset": chosen}
-        settings["representation"] = {**scales, "cutoff": cutoff}
-    if settings.get("target") is None:
+        scales = representation if isinstance(representation, dict) else {"preset": representation}
+        run["representation"] = options["representation"] = {**scales, "cutoff": cutoff}
+    if run.get("target") is None:
         raise InputError("--target, the key of the property, is missing.", parameter="--target")
-    return settings
+    files = {name: run.pop(name, None) for name in ENTRIES}
+    try:
+        for name in ("data", "test"):
+            files[name] = _paths(name, files[name])
+        if not isinstance(files["group_key"], (str, NoneType)):
+            raise InputError(
+                f"`group_key` is {files['group_key']!r}, not the name of a key.",
+                parameter="group_key",
+            )
+        model = AtomisticModel(**run)
+    except InputError as error:
+        name = error.parameter.partition("[")[0]
+        name = name if name in names else "representation"  # of which it is a hyper-parameter
+        if name in entries and name not in options:
+            error.args = (f"{config}: {error}".replace("`", ""),)
+        raise
+    if not files["data"]:
+        raise InputError(
+            "There is nothing to train on: name files with labelled structures, or write `data` in "
+            "the configuration file.",
+            parameter="DATA",
+        )
+    output = files["output"]
+    if not isinstance(output, (str, Path)) or Path(output).suffix != ".safetensors":
+        raise InputError(
+            "--output, the model file to write, is missing."
+            if output is None
+            else f"--output {output} does not end in .safetensors, as model files do.",
+            parameter="--output",
+        )
+    files["output"] = Path(output)
+    check_name("target", model.settings.target)
+    if 1 <= model.settings.subsample < 10:
+        warn(
+            f"--subsample {model.settings.subsample} is a number: members are trained on so many "
+            "structures each. A fraction is less than one."
+        )
+    return model, files
 
 
 def _paths(name: str, value: Any) -> list[Path]:

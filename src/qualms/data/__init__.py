@@ -1,6 +1,5 @@
-"""Data to learn with: QM9, a subset of which comes with the package, and molecular crystals."""
+"""Data to learn with: QM9, a subset of which comes with the package."""
 
-from qualms.data.csd import csd
 from qualms.data.qm9 import HARTREE_TO_EV, qm9
 
-__all__ = ["HARTREE_TO_EV", "csd", "qm9"]
+__all__ = ["HARTREE_TO_EV", "qm9"]

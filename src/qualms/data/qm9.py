@@ -268,9 +268,9 @@ def qm9(
             stacklevel=2,
         )
     with closing(_open(source)) as records:
-        kept = (record for record in records if record[0] not in (left_out or ()))
+        usable = (record for record in records if record[0] not in (left_out or ()))
         remedy = "All of QM9 is source='qm9pack'." if source == "subset" else ""
-        return [_as_atoms(record, source) for record in select(kept, n, seed, remedy)]
+        return [_as_atoms(record, source) for record in select(usable, n, seed, remedy)]
 
 
 def select(

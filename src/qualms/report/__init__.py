@@ -12,7 +12,7 @@ from qualms.report.figures import (
     style,
 )
 from qualms.report.report import Report, write_report
-from qualms.report.tables import Table, interval_table, paper_table, score_table
+from qualms.report.tables import Table, interval_table, score_table
 
 __all__ = [
     "Assessment",
@@ -27,7 +27,6 @@ __all__ = [
     "assess",
     "interval_table",
     "line_style",
-    "paper_table",
     "score_table",
     "style",
     "write_report",

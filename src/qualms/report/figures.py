@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -635,56 +635,6 @@ class ResidualDisplay(Display):
         key.tick_params(labelsize="small")
         key.set_title("points per cell", fontsize="small", pad=2.0)
         bar.outline.set_linewidth(0.4)
-
-
-def subsample_figure(
-    rows: Mapping[float, Mapping[str, float | None]], references: Mapping[str, float]
-) -> Figure:
-    """Draw log likelihoods against subsample size, one line per estimator.
-
-    Values far below the others lie outside of the axes; arrows show how many, at each size.
-
-    Parameters
-    ----------
-    rows : mapping of subsample size to mapping of estimator to log likelihood
-        As for `qualms.report.paper_table`, but sizes are numbers of points, or fractions below 1.
-    references : mapping of str to float
-        Log likelihoods that do not depend on the size, such as that of the projected process.
-    """
-    from matplotlib.figure import Figure
-
-    sizes = sorted(rows)
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    lines = {n: np.array([rows[s].get(n) for s in sizes], dtype=np.float64) for n in names}
-    values = np.concatenate([*lines.values(), list(references.values())])
-    values = values[np.isfinite(values)]
-    # Tukey's rule finds the values that are far below.
-    first, third = np.quantile(values, [0.25, 0.75])
-    shown = values[values >= first - 3.0 * (third - first)]
-    margin = 0.1 * np.ptp(shown) or 0.1
-    low, high = float(shown.min() - 2.0 * margin), float(shown.max() + margin)
-    with style():
-        figure = Figure(figsize=(COLUMN_WIDTH, 0.9 * COLUMN_WIDTH), layout="constrained")
-        ax = figure.add_subplot()
-        for i, (name, found) in enumerate(lines.items()):
-            ax.plot(sizes, found, label=name, linewidth=1.0, **line_style(i))
-        # x in data, y as a fraction of the axes
-        place: dict[str, Any] = {"transform": ax.get_xaxis_transform(), "size": "small"}
-        n_below = np.sum([found < low for found in lines.values()], axis=0)
-        for size, n in zip(sizes, n_below.tolist(), strict=True):
-            if n:
-                ax.text(size, 0.02, f"{n} below\n\u2193", ha="center", linespacing=0.9, **place)
-        for i, (name, value) in enumerate(references.items()):
-            label = name if value >= low else f"{name}: {value:.3g}".replace("-", "\u2212")
-            ax.axhline(
-                value, color=GUIDE, linewidth=1.0, linestyle=(0, (2 + 4 * i, 2)), label=label
-            )
-        label = r"Subsample size $n/N$" if max(sizes) <= 1 else r"Subsample size $n$"
-        ax.set(ylim=(low, high), xlabel=label, ylabel="Log likelihood per point")
-        ax.margins(x=0.14)
-        set_even_ticks(ax.xaxis)
-        ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
-    return figure
 
 
 #: A vector graphic of more bytes is rasterised.

@@ -5,21 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.special import ndtri
 
 from qualms.calibration.choice import Comparison
 from qualms.calibration.groups import GroupedCalibration
-from qualms.calibration.methods import MEMBER_METHODS
 from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores, covering_levels
 
 if TYPE_CHECKING:
     import rich.table
-
-#: Columns of `paper_table`: those of the paper in its order, then the additional methods.
-PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L", *MEMBER_METHODS, "GPR PP")
 
 _MISSING = "–"
 _BEST = "*"
@@ -156,29 +152,6 @@ def score_records(rows: Mapping[str, Scores]) -> list[Record]:
     ]
 
 
-def paper_table(rows: Mapping[Any, Mapping[str, float | None]], *, title: str = "") -> Table:
-    """Compare log likelihoods over subsample sizes, as in the tables of Musil et al. 2019.
-
-    Columns are those of `PAPER_COLUMNS` that occur, then all others. The highest log likelihood of
-    each row has an asterisk.
-
-    Parameters
-    ----------
-    rows : mapping of subsample size to mapping of column to log likelihood
-        Sizes are numbers of points, fractions of the training set, or names. Log likelihoods may
-        be missing or None.
-    title : str
-    """
-    given = dict.fromkeys(name for row in rows.values() for name in row)
-    shown = [c for c in PAPER_COLUMNS if c in given]
-    shown += [c for c in given if c not in PAPER_COLUMNS]
-    lines = [
-        [_size(size), *_mark_best([_number(row.get(name), 3) for name in shown])]
-        for size, row in rows.items()
-    ]
-    return Table(["size", *shown], lines, title, f"{_BEST_NOTE} of its row")
-
-
 def interval_table(
     columns: Mapping[str, ScoreIntervals],
     *,
@@ -306,13 +279,6 @@ def _mark_best(cells: Sequence[str]) -> list[str]:
     numbers = [float(c) for c in cells if c != _MISSING]
     best = max(numbers) if len(set(numbers)) > 1 else math.nan
     return [c + (_BEST if c != _MISSING and float(c) == best else " ") for c in cells]
-
-
-def _size(size: float | str) -> str:
-    """Write a subsample size as the paper does: 5000 is 5k."""
-    if isinstance(size, str):
-        return size
-    return f"{size / 1000:g}k" if size >= 1000 and size % 100 == 0 else f"{size:g}"
 
 
 def _interval_cell(name: str, score: _Score, column: ScoreIntervals) -> str:

@@ -16,17 +16,24 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
+from paper.problems import Problem, ShiftedProblem
+from paper.results import (
+    EnsembleResult,
+    EstimatorResult,
+    SeedResult,
+    ShiftedSet,
+    ShiftResult,
+)
 from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.census import take_census
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.passes import TrainingProblem, fit_features, select_points, sum_rows
+from qualms.atomistic.passes import fit_features, select_points, sum_rows
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
 from qualms.atomistic.training import (
-    Ensemble,
     calibrate,
     draw_members,
     fit_ensemble,
@@ -49,14 +56,6 @@ from qualms.gp.ensemble import out_of_bag_prediction
 from qualms.metrics import binned_errors, log_likelihood, score_arrays
 from qualms.prediction import Prediction
 from qualms.progress import Stages
-from qualms.reproduce.problems import Problem, ShiftedProblem
-from qualms.reproduce.results import (
-    EnsembleResult,
-    EstimatorResult,
-    SeedResult,
-    ShiftedSet,
-    ShiftResult,
-)
 
 #: Columns of the paper's tables, with the methods that are fitted to a validation set, and those
 #: that are fitted to out-of-bag points, ours among them.
@@ -98,15 +97,17 @@ class Estimate:
             data = CalibrationData(z, validation.std, np.full(n, 2), np.ones(n))
         else:
             data = calibration_data(validation.y, validation.members)
-        found: dict[str, Calibration] = {"Raw": NoCalibration()}
-        found |= {column: fit_calibration(data, method) for column, method in VALIDATED.items()}
-        return {c: self._calibrated(k) for c, k in (found | dict(out_of_bag or {})).items()}
+        calibrations: dict[str, Calibration] = {"Raw": NoCalibration()}
+        calibrations |= {
+            column: fit_calibration(data, method) for column, method in VALIDATED.items()
+        }
+        return {c: self._calibrated(k) for c, k in (calibrations | dict(out_of_bag or {})).items()}
 
     def _calibrated(self, calibration: Calibration) -> Estimate:
         if self.members is None:
             return replace(self, std=calibration.std(self.std, 2), calibration=calibration)
-        found = calibration.apply(Prediction(self.members))
-        return Estimate(self.y, found.mean, found.std, found.members, calibration)
+        calibrated = calibration.apply(Prediction(self.members))
+        return Estimate(self.y, calibrated.mean, calibrated.std, calibrated.members, calibration)
 
     @property
     def log_likelihood(self) -> float:
@@ -158,7 +159,7 @@ class Subsampled:
         return Estimate.from_members(points.y, self.fitted.members(points.K_XM, points.design))
 
     def full_model(self, points: Points) -> Estimate:
-        """Return the same centred on the full model, to whose mean members are shifted."""
+        """Return the uncalibrated estimate of members that are shifted to the full model."""
         members = self.fitted.members(points.K_XM, points.design)
         shift = self.fitted.pp_mean(points.K_XM, points.design) - members.mean(axis=1)
         return Estimate.from_members(points.y, np.asarray(members + shift[:, None]))
@@ -168,8 +169,10 @@ class Subsampled:
         fitted = self.blend
         raw = Prediction(fitted.members(points.K_XM, points.design))
         q = fitted.novelty_std(points.K_XM, lambda: points.k_xx)
-        found = raw.calibrated(fitted.calibration, novelty_std=q)
-        return Estimate(points.y, found.mean, found.std, found.members, fitted.calibration)
+        calibrated = raw.calibrated(fitted.calibration, novelty_std=q)
+        return Estimate(
+            points.y, calibrated.mean, calibrated.std, calibrated.members, fitted.calibration
+        )
 
     def posterior_part(self, points: Points) -> Estimate:
         """Return the full model with p, the posterior part of σ_PP."""
@@ -189,9 +192,11 @@ class Subsampled:
 
         `residuals` are those of `TrainedOnce.leave_one_out_residuals`.
         """
-        found = out_of_bag_prediction(self.training_members, self.absent)
-        weights = np.ones(len(found.std))
-        data = CalibrationData(residuals[found.used], found.std, found.n_absent, weights)
+        prediction = out_of_bag_prediction(self.training_members, self.absent)
+        weights = np.ones(len(prediction.std))
+        data = CalibrationData(
+            residuals[prediction.used], prediction.std, prediction.n_absent, weights
+        )
         return {c: fit_out_of_bag(data, OUT_OF_BAG[c]) for c in ("Int.", "Int. N-L")}
 
 
@@ -231,7 +236,12 @@ class TrainedOnce:
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one subsample size, and calibrate them out of bag."""
-        problem, ensemble = self._solve(subsample, with_replacement)
+        update = {"subsample": subsample, "replace": with_replacement}
+        settings = self.settings.model_copy(update=update)
+        problem = replace(self.problem, settings=settings)
+        draw, baseline = draw_members(problem)
+        model = replace(self.model, rows=self.model.rows.with_draw(draw))
+        ensemble = fit_ensemble(model, problem, baseline, self.stages)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
         of_paper = replace(problem, settings=problem.settings.model_copy(update=paper))
         fitted, blend = (
@@ -266,20 +276,6 @@ class TrainedOnce:
         design = data.design(self.problem.data.species)
         return Points(np.concatenate(K), design, np.concatenate(k_xx), data.y)
 
-    def fitted(self) -> AtomisticModel:
-        """Return the model with the subsample size of the settings."""
-        problem, ensemble = self._solve(self.settings.subsample, self.settings.replace)
-        fitted = calibrate(ensemble, problem, self.representation, self.stages)
-        return AtomisticModel.from_fitted(fitted, threads=self.threads)
-
-    def _solve(self, subsample: float, with_replacement: bool) -> tuple[TrainingProblem, Ensemble]:
-        update = {"subsample": subsample, "replace": with_replacement}
-        settings = self.settings.model_copy(update=update)
-        problem = replace(self.problem, settings=settings)
-        draw, baseline = draw_members(problem)
-        model = replace(self.model, rows=self.model.rows.with_draw(draw))
-        return problem, fit_ensemble(model, problem, baseline, self.stages)
-
 
 def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
     """Return the out-of-bag calibrations of a model, centred on the ensemble mean, by column."""
@@ -287,79 +283,35 @@ def out_of_bag_calibrations(fitted: Fitted) -> dict[str, Calibration]:
     return {column: fit_out_of_bag(points, method) for column, method in OUT_OF_BAG.items()}
 
 
-@dataclass(frozen=True)
-class Study:
-    """Mean log likelihoods of the test points.
-
-    Attributes
-    ----------
-    rows : mapping from size to mapping from column to float
-        Columns Raw, CV, N-L, Int., Int. N-L, student and shrinkage, centred on the ensemble mean;
-        sources, centred on the blend; and GPR PP.
-    model : AtomisticModel
-        The model with the subsample size of the settings.
-    """
-
-    rows: Mapping[float, Mapping[str, float]]
-    model: AtomisticModel
-
-
-def study_subsamples(
-    train: Sequence[Atoms],
-    validation: Sequence[Atoms],
-    test: Sequence[Atoms],
-    settings: Settings,
-    sizes: Sequence[float],
+def run_seed(
+    problem: Problem,
     *,
+    report: Callable[[str], None],
     threads: int = 1,
     memory: str | float | None = None,
     stages: Stages | None = None,
-) -> Study:
-    """Train ensembles of several subsample sizes and compare all calibrations.
+) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
+    """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
 
     Parameters
     ----------
-    train, validation, test : sequences of Atoms
-        Labelled. The validation set is used for the columns CV and N-L only.
-    settings : Settings
-    sizes : sequence of float or int
-        Subsample sizes, as fractions or numbers.
+    problem : Problem
+    report : callable
+        Is called with a line about each size: log likelihoods by column.
     threads : int
     memory : str or float, optional
         Memory limit, such as "8GB".
     stages : Stages, optional
-    """
-    with threadpool_limits(limits=threads):
-        once = TrainedOnce(train, settings, threads=threads, memory=memory, stages=stages)
-        held_out, new = once.points(validation, "validation"), once.points(test, "test")
-        rows: dict[float, dict[str, float]] = {}
-        process: float | None = None
-        for size in sizes:
-            ensemble = once.ensemble(size)
-            calibrations = out_of_bag_calibrations(ensemble.fitted)
-            raw = ensemble.ensemble_mean(new)
-            found = raw.compare(ensemble.ensemble_mean(held_out), calibrations)
-            process = process or ensemble.projected_process(new).log_likelihood
-            of_model = ensemble.sources(new).log_likelihood
-            likelihoods = {c: e.log_likelihood for c, e in found.items()}
-            rows[size] = likelihoods | {SOURCES: of_model, PROCESS: process}
-        return Study(rows, once.fitted())
 
-
-def run_seed(
-    problem: Problem,
-    *,
-    threads: int,
-    memory: str | float | None,
-    stages: Stages,
-    report: Callable[[str], None],
-) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
-    """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
-
-    `report` receives a line about each size. Besides the numbers, the estimates of the test points
-    are returned, by subsample size (or GPR PP) and column.
+    Returns
+    -------
+    result : SeedResult
+        All numbers.
+    estimates : dict
+        Estimates of the test points, by subsample size (or GPR PP) and column.
     """
     started = time.perf_counter()
+    stages = stages or Stages()
     with threadpool_limits(limits=threads):
         once = TrainedOnce(
             problem.train, problem.settings, threads=threads, memory=memory, stages=stages
@@ -394,7 +346,7 @@ def run_seed(
             n_members = np.full(len(raw.y), problem.settings.n_members)
             points = CalibrationData(raw.y - raw.mean, raw.std, n_members, np.ones(len(raw.y)))
             density = calibrations["student"].density_of(points)
-            found = EnsembleResult(
+            result = EnsembleResult(
                 n=n,
                 replace=bootstrap,
                 n_out_of_bag=len(ensemble.out_of_bag.residuals),
@@ -406,7 +358,7 @@ def run_seed(
                 blend=blend.result(),
                 centre=ensemble.blend.record.centre,
             )
-            ensembles.append(found)
+            ensembles.append(result)
             label = "bootstrap" if bootstrap else f"n = {n:,}"
             every = mean | full | {SOURCES: blend}
             scores = (f"{column} {e.log_likelihood:.3f}" for column, e in every.items())
@@ -456,26 +408,34 @@ def run_shift(
                 y = np.concatenate([atoms.arrays[settings.target][i] for atoms, i in pairs])
             else:
                 y = np.array([atoms.info[settings.target] for atoms in frames])
-            known = np.isfinite(y)
-            members = paper.predict(frames).uncalibrated.members[known]
-            raw = Estimate.from_members(y[known], members)
-            process = Estimate(y[known], *(values[known] for values in model.predict_pp(frames)))
+            labelled = np.isfinite(y)
+            members = paper.predict(frames).uncalibrated.members[labelled]
+            raw = Estimate.from_members(y[labelled], members)
+            process = Estimate(
+                y[labelled], *(values[labelled] for values in model.predict_pp(frames))
+            )
             predicted = model.predict(frames)
-            own = predicted[known]
-            blend = Estimate(y[known], own.mean, own.std, own.members, model.fitted.calibration)
+            of_labels = predicted[labelled]
+            blend = Estimate(
+                y[labelled],
+                of_labels.mean,
+                of_labels.std,
+                of_labels.members,
+                model.fitted.calibration,
+            )
             extrapolation = float(np.mean(predicted.extrapolates))
         # The first set is in distribution, and serves as the validation set.
         validation = validation or (raw, process)
-        found = raw.compare(validation[0], calibrations) | {SOURCES: blend}
+        estimates = raw.compare(validation[0], calibrations) | {SOURCES: blend}
         for column, estimate in process.compare(validation[1]).items():
-            found[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
+            estimates[PROCESS if column == "Raw" else f"{PROCESS}, {column}"] = estimate
         sets.append(
             ShiftedSet(
                 label=label,
                 n=len(raw.y),
                 extrapolation=extrapolation,
                 bias=float(np.mean(raw.mean - raw.y)),
-                estimators={name: e.result() for name, e in found.items()},
+                estimators={name: e.result() for name, e in estimates.items()},
             )
         )
     return ShiftResult(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from paper.results import EnsembleResult, EstimatorResult, Results, ShiftResult
+from paper.study import OUR_METHODS, POSTERIOR, PROCESS, VALIDATED
 from qualms.io.files import atomic_output
 from qualms.report.tables import Table
-from qualms.reproduce.results import EnsembleResult, EstimatorResult, Results, ShiftResult
-from qualms.reproduce.study import OUR_METHODS, POSTERIOR, PROCESS, VALIDATED
 
 #: Columns of the paper's tables, and of ours.
 PAPER_COLUMNS = ("Raw", "CV", "N-L", "Int.", "Int. N-L")
@@ -113,14 +113,14 @@ def blend_table(results: Results) -> Table:
     factor, units = _error_units(results)
     rows = []
     for label, ensembles in _by_size(results):
-        found = [e.blend for e in ensembles if e.blend is not None]
-        if found:
+        blends = [e.blend for e in ensembles if e.blend is not None]
+        if blends:
             centres = [e.centre for e in ensembles if e.centre is not None]
             cells = [mean_and_error(centres, ".2f")]
-            cells += [f"{factor * _mean(found, name):.3g}" for name in ("mae", "rmse")]
-            cells += [mean_and_error([e.log_likelihood for e in found])]
-            cells += [f"{_mean(found, name):.1%}" for name in ("coverage_68", "coverage_95")]
-            rows.append([label, *cells, f"{_mean(found, 'spearman'):.2f}", _bin_ratios(found)])
+            cells += [f"{factor * _mean(blends, name):.3g}" for name in ("mae", "rmse")]
+            cells += [mean_and_error([e.log_likelihood for e in blends])]
+            cells += [f"{_mean(blends, name):.1%}" for name in ("coverage_68", "coverage_95")]
+            rows.append([label, *cells, f"{_mean(blends, 'spearman'):.2f}", _bin_ratios(blends)])
     head = ["n", "λ", f"MAE ({units})", f"RMSE ({units})", "log likelihood", "within 68 %"]
     title = "Blend of full model and ensemble mean (share λ), sources calibration, out of bag"
     return Table([*head, "within 95 %", "rank correlation", f"RMSE/σ: {_BINS}"], rows, title)
@@ -135,10 +135,12 @@ def error_table(results: Results) -> Table:
     factor, units = _error_units(results)
     rows = []
     for label, ensembles in _by_size(results):
-        found = [e.ensemble_mean["student"] for e in ensembles]
-        cells = [f"{factor * _mean(found, name):.3g}" for name in ("mae", "rmse")]
-        cells += [f"{_mean(found, name):.1%}" for name in ("coverage_68", "coverage_95")]
-        rows.append([label, *cells, f"{_mean(found, 'spearman'):.2f}", _bin_ratios(found)])
+        estimators = [e.ensemble_mean["student"] for e in ensembles]
+        cells = [f"{factor * _mean(estimators, name):.3g}" for name in ("mae", "rmse")]
+        cells += [f"{_mean(estimators, name):.1%}" for name in ("coverage_68", "coverage_95")]
+        rows.append(
+            [label, *cells, f"{_mean(estimators, 'spearman'):.2f}", _bin_ratios(estimators)]
+        )
     full = [seed.projected_process["Raw"] for seed in results.seeds]
     cells = [f"{factor * _mean(full, name):.3g}" for name in ("mae", "rmse")]
     rows.append(["full model", *cells, "", "", "", ""])
@@ -166,14 +168,14 @@ def shift_table(shift: ShiftResult, units: str) -> Table:
     """Return the scores of all estimators on test sets out of distribution."""
     head = ["test set", "estimator", f"RMSE ({units})", f"RMS σ ({units})", "log likelihood"]
     rows = []
-    for found in shift.sets:
-        for name, estimator in found.estimators.items():
+    for test_set in shift.sets:
+        for name, estimator in test_set.estimators.items():
             s = estimator.scores
             cells = [f"{s['rmse']:.4g}", f"{s['sharpness']:.4g}"]
             cells += [minus(f"{s['log_likelihood']:.3f}")]
             cells += [f"{s['coverage_68']:.1%}", f"{s['coverage_95']:.1%}"]
             cells += [_bin_ratios([estimator])]
-            rows.append([found.label, name, *cells])
+            rows.append([test_set.label, name, *cells])
     title = f"Trained on {shift.n_train:,} labels of {shift.trained_on}"
     flagged = ", ".join(f"{s.label} {s.extrapolation:.0%}" for s in shift.sets)
     title += f"; structures flagged as extrapolation: {flagged}"
@@ -217,12 +219,12 @@ def _title(results: Results, what: str) -> str:
     return f"Mean log likelihood ({results.units}){over}, {what}"
 
 
-def _mean(found: Sequence[EstimatorResult], score: str) -> float:
-    return float(np.mean([estimator.scores[score] for estimator in found]))
+def _mean(estimators: Sequence[EstimatorResult], score: str) -> float:
+    return float(np.mean([estimator.scores[score] for estimator in estimators]))
 
 
-def _bin_ratios(found: Sequence[EstimatorResult]) -> str:
+def _bin_ratios(estimators: Sequence[EstimatorResult]) -> str:
     """Return RMSE/σ in bins of σ: above 1, σ is too small."""
-    bins = np.sqrt(np.mean(np.square([e.bins for e in found]), axis=0))
+    bins = np.sqrt(np.mean(np.square([e.bins for e in estimators]), axis=0))
     ratios = bins[:, 1] / np.maximum(bins[:, 0], np.finfo(np.float64).tiny)
     return f"{ratios[0]:.2f}, {np.median(ratios):.2f}, {ratios[-1]:.2f}"

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paper.results import Results, ShiftResult
+from paper.study import PROCESS, SOURCES, VALIDATED, Estimate
+from paper.tables import STUDENT_T
 from qualms.arrays import Float64Array
 from qualms.io.files import atomic_path
 from qualms.metrics import conditional_error_density
@@ -24,9 +27,6 @@ from qualms.report.figures import (
     set_log_scale,
     style,
 )
-from qualms.reproduce.results import Results, ShiftResult
-from qualms.reproduce.study import PROCESS, SOURCES, VALIDATED, Estimate
-from qualms.reproduce.tables import STUDENT_T
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +56,9 @@ def draw_panels(
 ) -> None:
     """Draw the paper's figures, P(ln ε | ln σ) of test points by subsample size and column."""
     for column, ending in PANELS.items():
-        found = {label: estimates[column] for label, estimates in panels.items()}
+        estimates = {label: by_column[column] for label, by_column in panels.items()}
         path = directory / f"{results.name}-{ending}.png"
-        _save(_conditional(found, results.units), path, force=True)
+        _save(_conditional(estimates, results.units), path, force=True)
 
 
 def _save(figure: Figure, path: Path, *, force: bool) -> None:
@@ -110,8 +110,8 @@ def _sizes(results: Results) -> Figure:
     if parts:
         levels[f"{PROCESS}, posterior part, N-L"] = parts
     process = {
-        label: float(np.mean([result.log_likelihood for result in found]))
-        for label, found in levels.items()
+        label: float(np.mean([result.log_likelihood for result in values]))
+        for label, values in levels.items()
     }
     # By panel and estimator: (n_seeds, n_sizes + 1), the bootstrap last.
     full, mean = (
@@ -130,7 +130,9 @@ def _sizes(results: Results) -> Figure:
         "centred on the full model": full,
         "centred on the ensemble mean (sources: blend)": mean,
     }
-    means = [v.mean(axis=0) for found in panels.values() for c, v in found.items() if c not in _LOW]
+    means = [
+        v.mean(axis=0) for values in panels.values() for c, v in values.items() if c not in _LOW
+    ]
     shown = np.concatenate([*means, list(process.values())])
     low, high = float(shown.min()), float(shown.max())
     margin = 0.1 * (high - low) or 0.1 * max(abs(low), 1.0)
@@ -139,11 +141,11 @@ def _sizes(results: Results) -> Figure:
         axes = figure.subplots(1, 2, sharey=True)
         axes[0].set_ylim(low - margin, high + margin)
         axes[0].set_ylabel("Log likelihood per point")
-        for ax, (title, found) in zip(axes, panels.items(), strict=True):
+        for ax, (title, values) in zip(axes, panels.items(), strict=True):
             dashes: tuple[Any, ...] = (":", (0, (5, 3)), (0, (5, 2, 1, 2)))
             for (label, value), line in zip(process.items(), dashes, strict=False):
                 ax.axhline(value, color=GUIDE, linewidth=0.9, linestyle=line, label=label)
-            _draw_sizes(ax, np.array([e.n for e in seeds[0].ensembles], dtype=float), found)
+            _draw_sizes(ax, np.array([e.n for e in seeds[0].ensembles], dtype=float), values)
             counted = " (crystals)" if results.name == "csd-crystals" else ""
             ax.set_xlabel(rf"Subsample size $n${counted}; bootstrap at the right")
             ax.set_title(title, fontsize="medium")
@@ -152,11 +154,11 @@ def _sizes(results: Results) -> Figure:
     return figure
 
 
-def _draw_sizes(ax: Axes, sizes: Float64Array, found: Mapping[str, Float64Array]) -> None:
+def _draw_sizes(ax: Axes, sizes: Float64Array, columns: Mapping[str, Float64Array]) -> None:
     """Draw all estimators side by side; the last size is the bootstrap, which no line connects."""
     step = 0.01 * float(np.ptp(sizes))
-    for i, (name, values) in enumerate(found.items()):
-        x = sizes + (i - 0.5 * (len(found) - 1)) * step
+    for i, (name, values) in enumerate(columns.items()):
+        x = sizes + (i - 0.5 * (len(columns) - 1)) * step
         mean = values.mean(axis=0)
         error = values.std(axis=0, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else None
         look: dict[str, Any] = line_style(_ORDER.index(name)) | {"linewidth": 0.9}
@@ -178,10 +180,10 @@ def _shift(shift: ShiftResult, units: str) -> Figure:
     with style():
         figure = Figure(figsize=(COLUMN_WIDTH, COLUMN_WIDTH), layout="constrained")
         ax = figure.add_subplot()
-        bins = [np.array(found.estimators["student"].bins) for found in shift.sets]
+        bins = [np.array(test_set.estimators["student"].bins) for test_set in shift.sets]
         limits = 0.8 * float(min(b.min() for b in bins)), 1.25 * float(max(b.max() for b in bins))
-        for i, (found, values) in enumerate(zip(shift.sets, bins, strict=True)):
-            ax.plot(values[:, 0], values[:, 1], label=found.label, **line_style(i))
+        for i, (test_set, values) in enumerate(zip(shift.sets, bins, strict=True)):
+            ax.plot(values[:, 0], values[:, 1], label=test_set.label, **line_style(i))
         ax.plot(limits, limits, color=GUIDE, linestyle=":", linewidth=1.0)
         for which in ("x", "y"):
             set_log_scale(ax, which, limits)

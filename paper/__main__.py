@@ -1,4 +1,4 @@
-"""``qualms reproduce``: the tables and figures of the paper."""
+"""``python -m paper``: the tables and figures of the paper."""
 
 from __future__ import annotations
 
@@ -6,29 +6,47 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from qualms.cli._common import Force, Json, Quiet, Terminal, Threads
-from qualms.cli.verb import Verb
+from paper.csd import csd as read_csd
+from paper.figures import draw_panels, draw_results
+from paper.problems import (
+    Problem,
+    ShiftedProblem,
+    check_characterized,
+    csd_problem,
+    csd_shift,
+    qm9_problem,
+    qm9_shift,
+)
+from paper.results import Results, machine, read_results, write_results
+from paper.study import run_seed, run_shift
+from paper.tables import ensemble_mean_table, full_model_table, write_tables
+from qualms.atomistic.settings import parse_memory
+from qualms.cli.app import Verb, main
+from qualms.cli.options import Force, Json, Quiet, Threads
+from qualms.cli.terminal import Terminal
 from qualms.errors import InputError, unknown_choice
 from qualms.io.files import check_output
 from qualms.progress import Stages
+from qualms.resources import default_threads
 
-if TYPE_CHECKING:
-    from qualms.reproduce.problems import Problem, ShiftedProblem
-    from qualms.reproduce.results import Results
-
-reproduce = typer.Typer(
-    name="reproduce", no_args_is_help=True, add_completion=False, rich_markup_mode=None
+app = typer.Typer(
+    name="python -m paper",
+    help="Reproduce the tables and figures of Musil et al. 2019.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 Output = Annotated[
     Path, Option("--output", "-o", help="Directory for results, tables and figures.")
 ]
-ScaleOption = Annotated[str, Option("--scale", help="paper, or small: a tenth of it.")]
+Scale = Annotated[str, Option("--scale", help="paper, or small: a tenth of it.")]
 Seeds = Annotated[int, Option("--seeds", min=1, max=1000, help="Number of random splits.")]
 Memory = Annotated[str, Option("--memory", help="Memory limit for training, such as 8GB.")]
 _DIRECTORY = Path("qualms-reproduction")
@@ -36,7 +54,7 @@ _SCALES = {"paper": "paper", "small": "small"}
 _SPLITS = {"atoms": ["atoms"], "crystals": ["crystals"], "both": ["atoms", "crystals"]}
 
 
-@reproduce.command(cls=Verb)
+@app.command(cls=Verb)
 def qm9(
     data: Annotated[
         str | None, Option(help="NPZ file or dsgdb9nsd.xyz.tar.bz2; otherwise the package qm9pack.")
@@ -46,7 +64,7 @@ def qm9(
         Option(help="uncharacterized.txt of QM9: molecules of the archive to leave out."),
     ] = None,
     output: Output = _DIRECTORY,
-    scale: ScaleOption = "paper",
+    scale: Scale = "paper",
     seeds: Seeds = 1,
     shift: Annotated[
         bool, Option("--shift", help="Also train on small molecules and test on large ones.")
@@ -58,8 +76,6 @@ def qm9(
     as_json: Json = False,
 ) -> None:
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
-    from qualms.reproduce.problems import check_characterized, qm9_problem, qm9_shift
-
     chosen = _choice("scale", scale, _SCALES)
     source = data or ("subset" if chosen == "small" else "qm9pack")
     check_characterized(source, uncharacterized)
@@ -70,7 +86,7 @@ def qm9(
     run.finish([run.problem(make, seeds, shifted)])
 
 
-@reproduce.command(cls=Verb)
+@app.command(cls=Verb)
 def csd(
     data: Annotated[
         Path, Option(help="CSD-1000R: extended XYZ, or chemiscope JSON.", show_default=False)
@@ -82,7 +98,7 @@ def csd(
         str, Option(help="Split over atoms, as in the paper, over crystals, or both.")
     ] = "both",
     output: Output = _DIRECTORY,
-    scale: ScaleOption = "paper",
+    scale: Scale = "paper",
     seeds: Seeds = 1,
     memory: Memory = "10GB",
     threads: Threads = None,
@@ -91,9 +107,6 @@ def csd(
     as_json: Json = False,
 ) -> None:
     """¹H shieldings of molecular crystals: 20,000 atoms, 10,000 representatives, five sizes."""
-    from qualms.data import csd as read_csd
-    from qualms.reproduce.problems import csd_problem, csd_shift
-
     chosen, splits = _choice("scale", scale, _SCALES), _choice("split", split, _SPLITS)
     run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
     run.check(*(f"csd-{each}" for each in splits))
@@ -101,14 +114,14 @@ def csd(
     shifted = None
     if relaxed is not None:
         shifted = csd_shift(crystals, read_csd(relaxed), chosen, source=relaxed.name)
-    found = []
+    results = []
     for each in splits:
         make = partial(csd_problem, crystals, each, chosen, source=data.name)
-        found.append(run.problem(make, seeds, shifted if each == splits[-1] else None))
-    run.finish(found)
+        results.append(run.problem(make, seeds, shifted if each == splits[-1] else None))
+    run.finish(results)
 
 
-@reproduce.command(cls=Verb)
+@app.command(cls=Verb)
 def tables(
     results: Annotated[list[Path], Argument(metavar="RESULTS...", help="JSON files.")],
     output: Annotated[
@@ -118,15 +131,11 @@ def tables(
     force: Force = False,
 ) -> None:
     """Write the tables, and the figures that need no predictions, of existing results."""
-    from qualms.reproduce.figures import draw_results
-    from qualms.reproduce.results import read_results
-    from qualms.reproduce.tables import write_tables
-
-    for path, found in [(path, read_results(path)) for path in results]:
+    for path, content in [(path, read_results(path)) for path in results]:
         directory = output or path.parent
         directory.mkdir(parents=True, exist_ok=True)
-        write_tables(directory, found, force=force)
-        draw_results(directory, found, force=force)
+        write_tables(directory, content, force=force)
+        draw_results(directory, content, force=force)
 
 
 @dataclass
@@ -141,8 +150,6 @@ class _Run:
 
     def check(self, *names: str) -> None:
         """Make the directory; reject existing results before the work starts."""
-        from qualms.atomistic.settings import parse_memory
-
         parse_memory(self.memory)
         try:
             self.output.mkdir(parents=True, exist_ok=True)
@@ -156,23 +163,17 @@ class _Run:
         self, make: Callable[[int], Problem], seeds: int, shifted: ShiftedProblem | None
     ) -> Results:
         """Run all seeds and the shifted problem; write results after each of them."""
-        from qualms.reproduce.figures import draw_panels, draw_results
-        from qualms.reproduce.results import Results, machine, write_results
-        from qualms.reproduce.study import run_seed, run_shift
-        from qualms.reproduce.tables import write_tables
-        from qualms.resources import default_threads
-
         options: dict[str, Any] = {
             "threads": default_threads(self.threads),
             "memory": self.memory,
             "stages": Stages(self.terminal.progress()),
         }
-        found = []
+        seed_results = []
         for seed in range(seeds):
             problem = make(seed)
             self.terminal.info(f"{problem.title}, seed {seed}:")
-            one, panels = run_seed(problem, report=self.terminal.info, **options)
-            found.append(one)
+            seed_result, panels = run_seed(problem, report=self.terminal.info, **options)
+            seed_results.append(seed_result)
             results = Results(
                 name=problem.name,
                 title=problem.title,
@@ -181,7 +182,7 @@ class _Run:
                 units=problem.settings.units,
                 representation=problem.settings.features.model_dump(mode="json"),
                 machine=machine(),
-                seeds=found,
+                seeds=seed_results,
             )
             path = self.output / f"{problem.name}.json"
             results = write_results(path, results)
@@ -195,19 +196,21 @@ class _Run:
         draw_results(self.output, results, force=True)
         return results
 
-    def finish(self, found: list[Results]) -> None:
+    def finish(self, results: list[Results]) -> None:
         """Print the log likelihoods."""
-        from qualms.reproduce.tables import ensemble_mean_table, full_model_table
-
-        tables = [t(results) for results in found for t in (full_model_table, ensemble_mean_table)]
+        makers = (full_model_table, ensemble_mean_table)
         self.terminal.result(
-            *tables,
+            *(make(each) for each in results for make in makers),
             f"Results, tables and figures are in {self.output}/.",
-            document={results.name: results.model_dump(mode="json") for results in found},
+            document={each.name: each.model_dump(mode="json") for each in results},
         )
 
 
-def _choice(parameter: str, given: str, choices: Mapping[str, Any]) -> Any:
-    if given not in choices:
-        raise unknown_choice(parameter, given, choices)
-    return choices[given]
+def _choice(parameter: str, value: str, choices: Mapping[str, Any]) -> Any:
+    if value not in choices:
+        raise unknown_choice(parameter, value, choices)
+    return choices[value]
+
+
+if __name__ == "__main__":
+    main(app)

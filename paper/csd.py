@@ -58,11 +58,11 @@ def csd(path: str | os.PathLike[str], *, target: str | None = None) -> list[Atom
     keys = SHIELDINGS if target is None else (target,)
     key = next((k for k in keys if any(k in a.arrays for a in passing)), None)
     if key is None:
-        known = sorted({k for a in passing[:10] for k in a.arrays} - {"numbers", "positions"})
+        names = sorted({k for a in passing[:10] for k in a.arrays} - {"numbers", "positions"})
         raise InputError(
             f"{str(path)!r} has no values of atoms under {' or '.join(keys)}; it has "
-            f"{', '.join(known) or 'none at all'}. Rename the shieldings to {SHIELDINGS[0]}, or "
-            f"set `target`.{did_you_mean(keys[0], known)}",
+            f"{', '.join(names) or 'none at all'}. Rename the shieldings to {SHIELDINGS[0]}, or "
+            f"set `target`.{did_you_mean(keys[0], names)}",
             parameter="target",
         )
     for i, atoms in enumerate(frames):
@@ -82,16 +82,16 @@ def _read_chemiscope(path: Path) -> list[Atoms]:
     try:
         with opened(path, "rb") as file:
             document = json.loads(file.read())
-        frames = [_structure(given) for given in document["structures"]]
+        frames = [_structure(entry) for entry in document["structures"]]
         every = [{"structure": s, "center": i} for s, a in enumerate(frames) for i in range(len(a))]
         environments = document.get("environments") or every
         places = [(int(e["structure"]), int(e["center"])) for e in environments]
         if any(s < 0 or i < 0 for s, i in places):
             raise IndexError("an environment has a negative index")
-        for name, given in document["properties"].items():
-            if not isinstance(given, Mapping) or given.get("target") != "atom":
+        for name, entry in document["properties"].items():
+            if not isinstance(entry, Mapping) or entry.get("target") != "atom":
                 continue
-            values = np.asarray(given["values"])
+            values = np.asarray(entry["values"])
             if values.ndim == 1 and values.dtype.kind not in "US":
                 for atoms in frames:
                     atoms.arrays[name] = np.full(len(atoms), np.nan)
@@ -106,10 +106,10 @@ def _read_chemiscope(path: Path) -> list[Atoms]:
     return frames
 
 
-def _structure(given: Mapping[str, Any]) -> Atoms:
-    positions = np.stack([np.asarray(given[axis], dtype=np.float64) for axis in "xyz"], axis=1)
-    atoms = Atoms(symbols=list(given["names"]), positions=positions)
-    if given.get("cell") is not None:
-        atoms.cell = np.asarray(given["cell"], dtype=np.float64).reshape(3, 3)
+def _structure(entry: Mapping[str, Any]) -> Atoms:
+    positions = np.stack([np.asarray(entry[axis], dtype=np.float64) for axis in "xyz"], axis=1)
+    atoms = Atoms(symbols=list(entry["names"]), positions=positions)
+    if entry.get("cell") is not None:
+        atoms.cell = np.asarray(entry["cell"], dtype=np.float64).reshape(3, 3)
         atoms.pbc = True
     return atoms

@@ -137,7 +137,7 @@ def read_results(path: str | os.PathLike[str]) -> Results:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the document"
-        message = f"{str(path)!r} has no results of qualms reproduce: {place}: {first['msg']}."
+        message = f"{str(path)!r} has no results of `python -m paper`: {place}: {first['msg']}."
         raise InputError(message, parameter="results") from error
 
 

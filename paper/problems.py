@@ -57,15 +57,15 @@ class Problem:
     all three.
     """
 
-    name: str  #: qm9, csd-atoms or csd-crystals
-    title: str
-    scale: Scale
     train: list[Atoms]
     validation: list[Atoms]
     test: list[Atoms]
     settings: Settings
     sizes: tuple[int, ...]  #: subsample sizes: labels, or structures if these are subsampled
-    source: str  #: name of the data file
+    name: str = ""  #: qm9, csd-atoms or csd-crystals
+    title: str = ""
+    scale: Scale = "small"
+    source: str = ""  #: name of the data file
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def csd_problem(
 ) -> Problem:
     """Return ¹H shieldings with a random split over atoms, as in the paper, or over crystals.
 
-    `crystals` come from `qualms.data.csd`. In a split over atoms most test atoms have near-copies
+    `crystals` come from `paper.csd`. In a split over atoms most test atoms have near-copies
     in the training set. `source` is the name of the data file.
     """
     n = [n // DIVISORS[scale] for n in N_POINTS]
@@ -220,9 +220,9 @@ def csd_shift(
     mixed = [rattled[i] for i in rng.permutation(len(rattled))[:n_rattled]]
     n_held_out = max(int(_HELD_OUT * len(mixed)), 1)
     train = mixed[n_held_out:]
-    known = set(species_of(train))
+    species = set(species_of(train))
     held_out, others = (
-        [atoms for atoms in part if known >= set(atoms.numbers.tolist())]
+        [atoms for atoms in part if species >= set(atoms.numbers.tolist())]
         for part in (mixed[:n_held_out], relaxed)
     )
     if not held_out or not others:
@@ -237,14 +237,14 @@ def csd_shift(
 def _in_crystals(sizes: Sequence[int], train: Sequence[Atoms]) -> tuple[int, ...]:
     """Return subsample sizes in crystals that are the same shares of the training set."""
     n, n_labels = len(train), len(_labelled_atoms(train))
-    found = tuple(max(round(size * n / n_labels), 2) for size in sizes)
-    if any(a >= b for a, b in pairwise([*found, n])):
+    in_crystals = tuple(max(round(size * n / n_labels), 2) for size in sizes)
+    if any(a >= b for a, b in pairwise([*in_crystals, n])):
         raise InputError(
             f"{n} training crystals are too few: subsamples would have "
-            f"{', '.join(map(str, found))} of them. {_FEW_CRYSTALS}",
+            f"{', '.join(map(str, in_crystals))} of them. {_FEW_CRYSTALS}",
             parameter="data",
         )
-    return found
+    return in_crystals
 
 
 def _split(
@@ -283,10 +283,10 @@ def _labelled_atoms(frames: Sequence[Atoms]) -> IntArray:
 
 def _with_labels_of(crystals: Sequence[Atoms], places: IntArray) -> list[Atoms]:
     """Return copies of the crystals that keep the labels of the given (structure, atom) only."""
-    found = []
+    labelled = []
     for structure in np.unique(places[:, 0]):
         atoms = crystals[structure].copy()
-        kept = np.isin(np.arange(len(atoms)), places[places[:, 0] == structure, 1])
-        atoms.arrays["shielding"] = np.where(kept, atoms.arrays["shielding"], np.nan)
-        found.append(atoms)
-    return found
+        is_labelled = np.isin(np.arange(len(atoms)), places[places[:, 0] == structure, 1])
+        atoms.arrays["shielding"] = np.where(is_labelled, atoms.arrays["shielding"], np.nan)
+        labelled.append(atoms)
+    return labelled
