@@ -37,7 +37,6 @@ _OTHER_NAMES = {
     "source": ("data",),
     "std": ("std_column",),
     "unknown_species": ("ignore_unknown", "skip_unknown_species"),
-    "wanted": ("in_units",),
 }
 #: Kinds of properties that are flags.
 _KINDS = {"atomic": "--per-atom-target", "intensive": "--intensive"}

@@ -261,15 +261,8 @@ def _table(batch: _Batch) -> Arrays:
 class _CSVWriter(PredictionWriter):
     """A table as text."""
 
-    _writer: Any = None
-
     def _write(self, batch: _Batch) -> None:
-        columns = _table(batch)
-        if self._writer is None:
-            self._writer = csv.writer(codecs.getwriter("utf-8")(self._stream), lineterminator="\n")
-            self._writer.writerow(columns)
-        lists = (column.tolist() for column in columns.values())
-        self._writer.writerows(zip(*lists, strict=True))
+        write_csv(self._stream, _table(batch), header=self._stream.tell() == 0)
 
 
 class _ParquetWriter(PredictionWriter):
@@ -337,6 +330,29 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
     ".parquet": _ParquetWriter,
     ".npz": _NPZWriter,
 }
+
+
+def write_csv(
+    stream: IO[Any], columns: Mapping[str, Any], *, separator: str = ",", header: bool = True
+) -> None:
+    """Write a table as text, with the shortest exact representation of numbers.
+
+    Parameters
+    ----------
+    stream : binary file
+    columns : mapping of str to arrays or lists
+        Of one length.
+    separator : str
+        Between cells.
+    header : bool
+        Whether to write the names of the columns.
+    """
+    text = codecs.getwriter("utf-8")(stream)
+    writer = csv.writer(text, delimiter=separator, lineterminator="\n")
+    if header:
+        writer.writerow(columns)
+    cells = (c.tolist() if isinstance(c, np.ndarray) else c for c in columns.values())
+    writer.writerows(zip(*cells, strict=True))
 
 
 def write_npz(stream: IO[Any], arrays: Mapping[str, Any]) -> None:

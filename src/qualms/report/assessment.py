@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from qualms.arrays import BoolArray, IntArray
+from qualms.arrays import BoolArray
 from qualms.errors import InputError, counted
-from qualms.evaluation import Evaluation
+from qualms.evaluation import Evaluation, describe_outliers
 from qualms.metrics import (
     BinnedErrors,
     ConditionalArea,
@@ -21,7 +21,6 @@ from qualms.metrics import (
     bootstrap_scores,
     conditional_area,
     expected_within,
-    outlying_points,
 )
 
 #: Miscalibration areas that are negligible (that of σ wrong by a factor of 1.1), and that are not
@@ -123,8 +122,8 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     final, one = scores[name], within[-1]
     z, std = evaluation.residuals, prediction.std
     area = conditional_area(z, std, evaluation.structure, dof)
-    outliers = outlying_points(z, std)
-    warnings = [*evaluation.checked(), *_outliers(evaluation, outliers)]
+    places = evaluation.structure, evaluation.atom, evaluation.component
+    warnings = [*evaluation.checked(), *describe_outliers(z, std, *places)]
     grade, lead = _lead(area, one, expected, bool(warnings), evaluation.n_structures)
     tails = "" if dof is None else f" of Student's t, ν = {dof:.3g}"
     where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
@@ -218,19 +217,6 @@ def _percent(one: OneSigma) -> str:
         return f"{100 * one.within:.1f} %"
     low, high = one.within_interval
     return f"{100 * one.within:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _outliers(evaluation: Evaluation, outliers: IntArray) -> Iterator[str]:
-    if not outliers.size:
-        return
-    worst = int(outliers[0])
-    atom = "" if evaluation.atom is None else f", atom {evaluation.atom[worst]},"
-    off = abs(evaluation.residuals[worst]) / evaluation.prediction.std[worst]
-    yield (
-        f"{counted(outliers.size, 'outlier')}: the error of structure "
-        f"{evaluation.structure[worst]}{atom} is {off:.3g} σ. Check its reference value first; a "
-        "single wrong value dominates the root mean squared error and the log likelihood."
-    )
 
 
 def _tails(one: OneSigma, scores: ScoreIntervals, expected: float) -> str:
