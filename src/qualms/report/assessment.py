@@ -116,9 +116,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         rng = np.random.default_rng(seed)
         arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
         scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
-        within.append(
-            bootstrap_one_sigma(evaluation.residuals, p.std, expected=expected, **options)
-        )
+        within.append(bootstrap_one_sigma(evaluation.residuals, p.std, dof=dof, **options))
     final, one = scores[name], within[-1]
     z, std = evaluation.residuals, prediction.std
     area = conditional_area(z, std, evaluation.structure, dof)
