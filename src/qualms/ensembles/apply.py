@@ -208,8 +208,8 @@ def _references(source: Source, ensemble: Ensemble) -> set[str]:
         means = (ensemble.mean, members.mean(axis=1))
         is_reference = not any(_is_mean(ensemble.stored_mean, m, ensemble.std) for m in means)
     aside = {name} if is_reference else set()
-    known = name in all_properties and not isinstance(source, Table)
-    if known and (is_reference or name not in keys):
+    is_result = name in all_properties and not isinstance(source, Table)
+    if is_result and (is_reference or name not in keys):
         others = keys.intersection(all_properties) - {name}
         aside |= {key for key in others if is_reference or keys.isdisjoint(predicted_keys(key))}
     present = (key for key in aside if keys.issuperset(ensemble.columns.get(key, (key,))))

@@ -108,17 +108,17 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
         scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
         within.append(bootstrap_one_sigma(evaluation.residuals, p.std, dof=dof, **options))
-    final, one = scores[name], within[-1]
+    final, covered = scores[name], within[-1]
     z, std = evaluation.residuals, prediction.std
     area = conditional_area(z, std, evaluation.structure, dof)
     places = evaluation.structure, evaluation.atom, evaluation.component
     warnings = [*evaluation.checked(), *describe_outliers(z, std, *places)]
-    grade, lead = _lead(area, one, expected, bool(warnings), evaluation.n_structures)
+    grade, lead = _lead(area, covered, expected, bool(warnings), evaluation.n_structures)
     tails = "" if dof is None else f" of Student's t, ν = {dof:.3g}"
     where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
     sentence = (
-        f"{lead}: {_percent(one.within, one.within_interval)} of the reference values lie within "
-        "one σ of the prediction "
+        f"{lead}: {_percent(covered.within, covered.within_interval)} of the reference values lie "
+        "within one σ of the prediction "
         f"({100 * expected:.1f} % expected{tails}); the miscalibration area{where} is "
         f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
@@ -129,7 +129,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     details = (
         *warnings,
         before,
-        _tails(one, final, expected),
+        _tails(covered, final, expected),
         _conformal(prediction.factor_95, final),
         _bins(binned_errors(z, std, area.n_bins)),
         _order(final),
@@ -139,32 +139,32 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
 
 
 def _lead(
-    area: ConditionalArea, one: OneSigma, expected: float, warned: bool, n_structures: int
+    area: ConditionalArea, coverage: OneSigma, expected: float, warned: bool, n_structures: int
 ) -> tuple[Grade, str]:
     """Return the grade, and the beginning of the sentence."""
     if area.area > area.limit and area.excess - (area.limit - area.by_chance) > 0.1:
-        return "wrong", f"The uncertainties are not calibrated{_too_small_or_large(one)}"
+        return "wrong", f"The uncertainties are not calibrated{_too_small_or_large(coverage)}"
     if area.limit > 0.1 and area.area <= area.limit:
         few = counted(n_structures, "structure")
         return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
-    low, high = one.within_interval or (0.0, 1.0)
+    low, high = coverage.within_interval or (0.0, 1.0)
     covered = low <= expected <= high
     if covered and (area.excess <= 0.03 or area.area <= area.limit):
         if warned:
             lead = "The coverage is right, but the data may be wrong (see the warnings)"
             return "approximate", lead
         return "calibrated", "The uncertainties are calibrated"
-    off = "" if covered else _too_small_or_large(one)
+    off = "" if covered else _too_small_or_large(coverage)
     return "approximate", f"The uncertainties are approximately calibrated{off}"
 
 
-def _too_small_or_large(one: OneSigma) -> str:
+def _too_small_or_large(coverage: OneSigma) -> str:
     """Return the factor by which σ is wrong, if that is more than chance."""
-    low, high = one.factor_interval or (0.0, np.inf)
+    low, high = coverage.factor_interval or (0.0, np.inf)
     if low > 1.0:
-        return f" (too small by a factor of about {_factors(one.factor, low, high)})"
+        return f" (too small by a factor of about {_factors(coverage.factor, low, high)})"
     if high < 1.0:
-        inverse = (1.0 / max(f, 1e-9) for f in (one.factor, high, low))
+        inverse = (1.0 / max(f, 1e-9) for f in (coverage.factor, high, low))
         return f" (too large by a factor of about {_factors(*inverse)})"
     return ""
 
@@ -205,9 +205,9 @@ def _percent(fraction: float, interval: tuple[float, float] | None) -> str:
     return f"{100 * fraction:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _tails(one: OneSigma, scores: ScoreIntervals, expected: float) -> str:
+def _tails(coverage: OneSigma, scores: ScoreIntervals, expected: float) -> str:
     interval, heavy = scores.intervals.get("coverage_95"), ""
-    low, high = (one.within_interval or (0, 1))[0], (interval or (0, 1))[1]
+    low, high = (coverage.within_interval or (0, 1))[0], (interval or (0, 1))[1]
     if low > expected and high < 0.95:
         # More than expected within one σ and fewer within two: no factor corrects both.
         heavy = "; the errors have heavier tails than expected"
