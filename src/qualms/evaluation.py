@@ -291,7 +291,14 @@ def describe_outliers(
 def kinds_of(
     frames: Sequence[Atoms], structure: IntArray, atom: IntArray | None = None
 ) -> dict[str, StrArray]:
-    """Return composition, config_type and element (of atoms) of points: arrays (n,) by name."""
+    """Return composition, config_type and element (of atoms) of points: arrays (n,) by name.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    structure, atom : (n,) arrays of int
+        The structure, and if points belong to atoms, the atom of each point.
+    """
     formulas = [atoms.get_chemical_formula() for atoms in frames]  # type: ignore[no-untyped-call]
     kinds = {"composition": np.array(formulas)[structure]}
     if any("config_type" in atoms.info for atoms in frames):

@@ -277,10 +277,16 @@ class Prediction(NDArrayOperatorsMixin):
         factors: float | Float64Array,
         conformal: Conformal | None = None,
     ) -> Prediction:
-        """Return the prediction with the members that a calibration uses, scaled by given factors.
+        """Return the prediction with the members that a calibration uses, scaled by factors.
 
-        Factors are one number, or one for each of the first axis: those that calibrate another
-        quantity.
+        Parameters
+        ----------
+        calibration : Calibration
+        factors : float or (n,) array
+            Of the members about their mean, for all points or along the first axis: those that
+            calibrate another quantity.
+        conformal : Conformal, optional
+            Distribution of out-of-bag errors after this calibration.
         """
         raw = _members_of(self, "scaled")
         members, dof = source_members(calibration, raw), calibration.predictive_dof(raw.shape[-1])

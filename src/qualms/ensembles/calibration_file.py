@@ -163,7 +163,15 @@ def make_document(
 def write_calibration(
     document: CalibrationDocument, path: str | Path, *, force: bool = False
 ) -> None:
-    """Write a calibration, completely or not at all."""
+    """Write a calibration, completely or not at all.
+
+    Parameters
+    ----------
+    document : CalibrationDocument
+    path : path
+    force : bool
+        Whether an existing file may be replaced.
+    """
     with atomic_output(path, force=force, mode="w") as file:
         file.write(document.model_dump_json(indent=2) + "\n")
 

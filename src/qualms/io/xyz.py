@@ -68,7 +68,16 @@ def _xyz_value(value: Any) -> Any:
 
 
 def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
-    """Return whether the value of a structure is an earlier prediction, not a reference value."""
+    """Return whether the value of a structure is an earlier prediction, not a reference value.
+
+    Parameters
+    ----------
+    frame : Atoms
+    store : dict
+        ``info`` or ``arrays`` of the structure.
+    name : str
+        Key of the value, in the results of its calculator or in the store.
+    """
     results = getattr(frame.calc, "results", None) or {}
     if results.get(name) is not None:
         return is_prediction(frame, name, results[name], frame.calc)

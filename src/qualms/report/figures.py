@@ -122,7 +122,15 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def axis_label(quantity: str, *, target: str = "", units: str = "") -> str:
-    """Return an axis label such as "Error ε of the shielding (ppm)"."""
+    """Return an axis label such as "Error ε of the shielding (ppm)".
+
+    Parameters
+    ----------
+    quantity : str
+        What the axis shows.
+    target, units : str
+        Name of the property and its units; they may be empty.
+    """
     return quantity + (f" of {target}" if target else "") + (f" ({units})" if units else "")
 
 
@@ -140,7 +148,17 @@ def robust_limits(values: Float64Array) -> tuple[float, float]:
 
 
 def log_limits(values: Float64Array, least: float = 2.0, pad: float = 0.06) -> tuple[float, float]:
-    """Return limits of a logarithmic axis: a ratio ≥ `least`, with a relative margin `pad`."""
+    """Return limits of a logarithmic axis that contain all values.
+
+    Parameters
+    ----------
+    values : array
+        All > 0.
+    least : float
+        Smallest ratio of the limits.
+    pad : float
+        Margin as a fraction of the axis.
+    """
     low, high = np.log(np.min(values)), np.log(np.max(values))
     missing = max(np.log(least) - (high - low), 0.0)
     margin = 0.5 * missing + pad * (high - low + missing)
@@ -151,6 +169,12 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"], limits: tuple[float, float
     """Make one axis logarithmic, with few and plain numbers at the ticks.
 
     matplotlib labels 2 × 10⁻¹, 3 × 10⁻¹ … on axes of less than a decade, and these overlap.
+
+    Parameters
+    ----------
+    ax : matplotlib Axes
+    which : {"x", "y"}
+    limits : tuple of two floats
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -223,7 +247,16 @@ class Display(ABC):
     def from_prediction(
         cls, y: ArrayLike, prediction: Prediction, *, units: str = "", target: str = ""
     ) -> Self:
-        """Compute the numbers from reference values and a prediction of the same shape."""
+        """Compute the numbers of the figure.
+
+        Parameters
+        ----------
+        y : array
+            Reference values.
+        prediction : Prediction of the shape of y
+        units, target : str
+            For the axis labels.
+        """
         if not isinstance(prediction, Prediction):
             raise InputError(
                 f"`prediction` is a {type(prediction).__name__}, not a Prediction. Use "
