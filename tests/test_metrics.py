@@ -11,8 +11,6 @@ from hypothesis.extra.numpy import arrays
 from scipy.integrate import trapezoid
 
 from qualms.metrics import (
-    DISTANCES,
-    EXPECTED_WITHIN,
     binned_errors,
     bootstrap_one_sigma,
     bootstrap_scores,
@@ -21,13 +19,12 @@ from qualms.metrics import (
     conditional_error_density,
     covering_levels,
     ence,
+    expected_within,
     gaussian_log_density,
-    interval_score,
     log_likelihood,
     mae,
     miscalibration_area,
     outlying_points,
-    rms_calibration_error,
     rmse,
     score,
     score_arrays,
@@ -116,10 +113,6 @@ def test_scores_are_the_oracle_s(seed):
     area = oracle.miscalibration_area(z, std)
     assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
-    assert rms_calibration_error(z, std) == found["rms_calibration_error"]
-    for level in (0.1, 0.5, 0.99):
-        expected_score = oracle.interval_score(z, std, level)
-        assert interval_score(z, std, level) == pytest.approx(expected_score, rel=1e-10)
     assert scored(z, std).crps_ensemble is scored(z, std).coverage_95_conformal is None
     assert score([1.0], mean=[1.5], std=[0.5]).rmse == 0.5
     assert all(name in str(scored(z, std)) for name in expected)
@@ -165,7 +158,7 @@ def test_student_intervals():
     rng = np.random.default_rng(0)
     std, nu = np.ones(100_000), 5.0
     z = rng.standard_t(nu, size=std.size) * np.sqrt((nu - 2) / nu)
-    curve = calibration_curve(z, std, [0.5, 0.9, 0.99], nu)
+    curve = calibration_curve(z, std, nu)
     np.testing.assert_allclose(curve.observed, curve.expected, atol=0.005)
     assert miscalibration_area(z, std, nu) < 0.004 < miscalibration_area(z, std)
     np.testing.assert_allclose(covering_levels(z, std, 1e9), covering_levels(z, std), atol=1e-6)
@@ -216,19 +209,17 @@ def test_equal_std_is_never_separated():
 
 def test_eq_18_is_the_ratio_of_kernel_sums():
     y, mean, std, members = ensemble(0, 40, n_members=3)
-    h = (0.3, 0.4)
-    both = conditional_error_density(y, mean, std, members, bandwidth=h, min_points=1e-3)
-    assert both.bandwidth == h
+    both = conditional_error_density(y, mean, std, members, min_points=1e-3)
     errors = np.log(np.abs(y - mean)), np.log(np.abs(members - mean[:, None])).ravel()
     for found, ln_error, ln_sigma in zip(
         (both.true, both.model), errors, (np.log(std), np.log(np.repeat(std, 3))), strict=True
     ):
         rows, columns = np.flatnonzero(found.supported)[::4], slice(None, None, 5)
         density, marginal = oracle.conditional_density(
-            ln_sigma, ln_error, h, found.ln_sigma[rows], found.ln_error[columns]
+            ln_sigma, ln_error, both.bandwidth, found.ln_sigma[rows], found.ln_error[columns]
         )
         # Points move by up to a sixteenth of a bandwidth, to the centres of bins.
-        np.testing.assert_allclose(found.density[rows, columns], density, atol=0.03 * density.max())
+        np.testing.assert_allclose(found.density[rows, columns], density, atol=0.05 * density.max())
         np.testing.assert_allclose(found.marginal[rows], marginal, atol=0.02 * marginal.max())
         integral = trapezoid(found.density[rows], found.ln_error, axis=1)
         np.testing.assert_allclose(integral, 1.0, rtol=1e-3)
@@ -302,7 +293,7 @@ def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
     for name, interval in found.intervals.items():
         value = getattr(found.scores, name)
         low, high = np.quantile([s[name] for s in slow], [0.1, 0.9])
-        if name in DISTANCES:
+        if name in ("miscalibration_area", "rms_calibration_error", "ence"):
             low, high = max(2 * value - high, 0), max(2 * value - low, 0)
         assert interval == pytest.approx((min(low, value), max(high, value)), rel=1e-9)
 
@@ -334,7 +325,7 @@ def test_one_sigma():
     assert found.factor_interval[0] < 2.0 < found.factor_interval[1]
     assert found.within == np.mean(np.abs(2 * z) <= std)
     right = bootstrap_one_sigma(z, std)
-    assert right.within_interval[0] < EXPECTED_WITHIN < right.within_interval[1]
+    assert right.within_interval[0] < expected_within() < right.within_interval[1]
     assert bootstrap_one_sigma(z, std, groups=np.zeros(4000)).within_interval is None
 
 
@@ -371,16 +362,13 @@ def test_bad_arrays(function, parameter, z, std):
         ("std", lambda: score(Z, mean=Z, std=0 * S)),
         ("scale", lambda: student_log_density(Z, -S, 3.0)),
         ("dof", lambda: student_log_density(Z, S, 0.0)),
-        ("level", lambda: interval_score(Z, S, 1.0)),
         ("dof", lambda: covering_levels(Z, S, 2.0)),
-        ("levels", lambda: calibration_curve(Z, S, [0.5, 1.0])),
         ("n_bins", lambda: binned_errors(Z, S, 31)),
         ("members", lambda: score_arrays(Z, Z, S, np.ones((29, 4)))),
         ("mean", lambda: score_arrays(Z, Z[:3], S)),
         ("groups", lambda: bootstrap_scores(Z, Z, S, groups=np.arange(3))),
         ("n_bootstrap", lambda: bootstrap_scores(Z, Z, S, n_bootstrap=2)),
         ("level", lambda: bootstrap_scores(Z, Z, S, level=1.0)),
-        ("bandwidth", lambda: conditional_error_density(Z, 0 * Z, S, bandwidth=(1e-9, 1.0))),
         ("min_points", lambda: conditional_error_density(Z, 0 * Z, S, min_points=0.0)),
         ("y", lambda: conditional_error_density(Z, Z, S)),
     ],

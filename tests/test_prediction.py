@@ -269,8 +269,8 @@ def test_score_and_calibrate_take_predictions_and_arrays():
         (lambda: P.map(lambda x: None), "f"),
         (lambda: score(P.mean, MEMBERS), "prediction"),
         (lambda: score(P.mean), "prediction"),
-        (lambda: score(P.mean, P, mean=P.mean), "mean"),
-        (lambda: score(P.mean[:2], P), "y"),
+        (lambda: score(P.mean, P, mean=P.mean), "prediction"),
+        (lambda: score(P.mean[:2], P), "mean"),
         (lambda: calibrate(["a"] * 5, MEMBERS), "y"),
     ],
 )

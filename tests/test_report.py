@@ -119,11 +119,15 @@ def test_z_scores_and_their_histogram():
     display = ZScoreDisplay.from_prediction(y, p)
     z = (y - p.mean) / p.std
     np.testing.assert_allclose(display.z_scores, z)
-    assert display.rms == pytest.approx(np.sqrt(np.mean(z**2)))
     assert display.dof == 15
-    assert display.n_outside == np.sum(np.abs(z) > display.edges[-1]) >= 1
-    inside = np.sum(display.density * np.diff(display.edges))
-    assert inside == pytest.approx(1 - display.n_outside / 500)
+    ax = display.plot().ax_
+    density, edges, _ = ax.patches[0].get_data()
+    n_outside = np.sum(np.abs(z) > edges[-1])
+    assert n_outside >= 1
+    assert np.sum(density * np.diff(edges)) == pytest.approx(1 - n_outside / 500)
+    text = ax.texts[0].get_text()
+    assert f"rms {np.sqrt(np.mean(z**2)):.2f}" in text
+    assert f"{n_outside} outside" in text
 
 
 def test_z_scores_are_compared_with_densities_of_unit_variance():

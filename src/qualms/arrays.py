@@ -33,7 +33,18 @@ def row_blocks(n: int) -> Iterator[slice]:
 
 
 def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
-    """Return an integer that is at least `lowest`; floats and booleans are rejected."""
+    """Return an integer; floats and booleans are rejected.
+
+    Parameters
+    ----------
+    parameter : str
+        Its name, for the error message.
+    value : object
+    lowest : int
+        Smallest value.
+    what : str
+        Description of the right values, if "an integer ≥ …" is not enough.
+    """
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or int(value) < lowest:  # type: ignore[call-overload]
         right = what or f"an integer ≥ {lowest}"
@@ -42,7 +53,18 @@ def check_integer(parameter: str, value: object, lowest: int, what: str = "") ->
 
 
 def check_number(parameter: str, value: object, lowest: float, *, strict: bool = False) -> float:
-    """Return a finite number that is at least (or above) `lowest`."""
+    """Return a finite number.
+
+    Parameters
+    ----------
+    parameter : str
+        Its name, for the error message.
+    value : object
+    lowest : float
+        Smallest value.
+    strict : bool
+        Whether the number must be larger than that.
+    """
     number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not number or not np.isfinite(value) or value < lowest or (strict and value == lowest):  # type: ignore[call-overload, operator]
         bound = f" {'>' if strict else '≥'} {lowest:g}" if np.isfinite(lowest) else ""
@@ -94,7 +116,16 @@ def reject_masked(parameter: str, values: Any) -> None:
 def check_points(
     parameter: str, values: ArrayLike, shape: tuple[int, ...] | None = None
 ) -> Float64Array:
-    """Return real, finite, non-empty values in float64; `shape`, if given, must match."""
+    """Return real, finite, non-empty values in float64.
+
+    Parameters
+    ----------
+    parameter : str
+        Their name, for the error message.
+    values : array
+    shape : tuple of int, optional
+        Expected shape.
+    """
     reject_masked(parameter, values)
     try:
         array = np.asarray(values)
@@ -133,7 +164,18 @@ def check_std(
     allow_zero: bool = False,
     parameter: str = "std",
 ) -> Float64Array:
-    """Return finite standard deviations > 0, or ≥ 0 where σ → 0 has a limit, in float64."""
+    """Return finite standard deviations in float64.
+
+    Parameters
+    ----------
+    values : array
+    shape : tuple of int, optional
+        Expected shape.
+    allow_zero : bool
+        Whether zero is accepted, where σ → 0 has a limit.
+    parameter : str
+        Their name, for the error message.
+    """
     std = check_points(parameter, values, shape)
     n_bad = int(np.count_nonzero(std < 0.0 if allow_zero else std <= 0.0))
     if n_bad:
@@ -147,7 +189,17 @@ def check_std(
 
 
 def check_dof(dof: ArrayLike, shape: tuple[int, ...], above: float = 0.0) -> Float64Array:
-    """Return degrees of freedom > `above` (2 for a variance), one number or one per point."""
+    """Return degrees of freedom in float64.
+
+    Parameters
+    ----------
+    dof : float or array
+        One number, or one per point.
+    shape : tuple of int
+        That of the points.
+    above : float
+        They must be larger; 2 for a variance.
+    """
     nu = check_points("dof", dof, None if np.ndim(dof) == 0 else shape)
     if np.any(nu <= above):
         raise InputError(

@@ -61,7 +61,17 @@ def warn(message: str) -> None:
 
 
 def unknown_choice(parameter: str, value: object, choices: Iterable[str]) -> InputError:
-    """Return the error of a parameter whose value is not among some choices."""
+    """Return the error of a parameter whose value is not among some choices.
+
+    Parameters
+    ----------
+    parameter : str
+        The argument, as the caller spells it.
+    value : object
+        Its value.
+    choices : iterable of str
+        Values that are right.
+    """
     listed = [*choices]
     message = f"`{parameter}` is {value!r}; it must be {' or '.join(listed)}."
     if len(listed) > 2:

@@ -15,7 +15,7 @@ from scipy.special import stdtrit
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray, check_points
 from qualms.errors import InputError, counted, unknown_choice
-from qualms.metrics import Scores, root_mean_square
+from qualms.metrics import Scores, outlying_points, root_mean_square
 from qualms.prediction import Prediction
 
 if TYPE_CHECKING:
@@ -111,17 +111,12 @@ class Evaluation:
 
     def some(self, chosen: BoolArray | IntArray) -> Evaluation:
         """Return the chosen points; `scores`, which belong to all points, are dropped."""
-        return replace(
-            self,
-            y=self.y[chosen],
-            prediction=self.prediction[chosen],
-            structure=self.structure[chosen],
-            atom=None if self.atom is None else self.atom[chosen],
-            component=None if self.component is None else self.component[chosen],
-            factor=self.factor if np.ndim(self.factor) == 0 else np.asarray(self.factor)[chosen],
-            extrapolates=None if self.extrapolates is None else self.extrapolates[chosen],
-            scores={},
-        )
+        arrays: dict[str, Any] = {
+            name: values[chosen]
+            for name, values in vars(self).items()
+            if isinstance(values, np.ndarray)
+        }
+        return replace(self, **arrays, prediction=self.prediction[chosen], scores={})
 
     @property
     def n_extrapolating(self) -> int:
@@ -132,14 +127,15 @@ class Evaluation:
 
     def remarks(self) -> list[str]:
         """Return sentences about points that are left out, and about extrapolation."""
-        found = []
+        remarks = []
         if self.n_unlabelled:
             what = "structure" if self.atom is None else "atom"
             what = what if self.component is None else "component"
-            found.append(f"{counted(self.n_unlabelled, what)} without a reference value: skipped.")
+            points = counted(self.n_unlabelled, what)
+            remarks.append(f"{points} without a reference value: skipped.")
         if self.n_unknown:
             skipped = counted(self.n_unknown, "structure")
-            found.append(f"{skipped} with elements that are not in the training set: skipped.")
+            remarks.append(f"{skipped} with elements that are not in the training set: skipped.")
         if self.extrapolates is not None and self.extrapolates.any():
             within = 100.0 * (np.abs(self.residuals) <= self.prediction.std)
             text = (
@@ -149,29 +145,29 @@ class Evaluation:
             )
             if not self.extrapolates.all():
                 text += f", and {within[~self.extrapolates].mean():.0f} % of the others"
-            found.append(f"{text}.")
-        return found
+            remarks.append(f"{text}.")
+        return remarks
 
 
-def energy_factor(units: str, wanted: str | None) -> tuple[float, str]:
+def energy_factor(units: str, in_units: str | None) -> tuple[float, str]:
     """Return the factor from units such as eV or eV/Å to those with another energy, and these.
 
     >>> energy_factor("eV/atom", "meV")
     (1000.0, 'meV/atom')
     """
-    if not wanted:
+    if not in_units:
         return 1.0, units
-    if wanted not in ENERGIES:
-        raise unknown_choice("--in", wanted, ENERGIES)
-    found = [name for name in ENERGIES if units == name or units.startswith(f"{name}/")]
-    if not found:
-        data = f"in {units!r}, which is no unit of energy" if units else "without known units"
-        raise InputError(
-            f"Values {data} cannot be converted to {wanted!r}. State the units of the data: those "
-            "of a model when it is trained, those of predictions with `units`.",
-            parameter="--in",
-        )
-    return ENERGIES[found[0]] / ENERGIES[wanted], wanted + units.removeprefix(found[0])
+    if in_units not in ENERGIES:
+        raise unknown_choice("in_units", in_units, ENERGIES)
+    for name, energy in ENERGIES.items():
+        if units == name or units.startswith(f"{name}/"):
+            return energy / ENERGIES[in_units], in_units + units.removeprefix(name)
+    data = f"in {units!r}, which is no unit of energy" if units else "without known units"
+    raise InputError(
+        f"Values {data} cannot be converted to {in_units!r}. State the units of the data: those of "
+        "a model when it is trained, those of predictions with `units`.",
+        parameter="in_units",
+    )
 
 
 def per_atom_units(units: str) -> str:
@@ -190,19 +186,7 @@ def _indices(name: str, values: IntArray, n: int) -> IntArray:
     return array.astype(np.intp)
 
 
-# Checks of errors that no uncertainty accounts for.
-#: Errors below this fraction of the standard deviation are none, and beyond this multiple of it
-#: (or below the inverse) units are suspected to differ.
-_EQUAL, _SUSPICIOUS = 0.01, 30.0
-#: A bias above this fraction of the root mean square is one if the probability of any such bias by
-#: chance is small; from this number of structures on.
-_BIASED, _BY_CHANCE, _FEW = 0.5, 0.01, 5
-#: A bias is the same everywhere if that of no part of the points differs by this fraction of it.
-_CONSTANT, _PARTS = 0.25, 4
-#: Number of groups that are named.
-_NAMED = 5
-
-
+# Errors that no uncertainty accounts for.
 def check_errors(
     residuals: Float64Array,
     std: Float64Array,
@@ -210,6 +194,9 @@ def check_errors(
     kinds: Mapping[str, StrArray] | None = None,
 ) -> list[str]:
     """Return warnings about reference values that are predictions, about units, and about bias.
+
+    A bias is a mean error above half of the root mean square, of all points or else of groups of
+    them, that is significant at a level of 1 % divided by the number of groups.
 
     Parameters
     ----------
@@ -223,92 +210,95 @@ def check_errors(
     # Half of the |z| of a Gaussian are below 0.67 σ.
     typical = float(np.median(np.abs(residuals))) / 0.6745
     ratio = typical / float(np.median(std))
-    if ratio < _EQUAL:
+    if ratio < 0.01:
         return [
             f"The reference values equal the predictions: half of the errors are below "
             f"{0.6745 * typical:.3g}. Use reference values that are not predictions."
         ]
-    found = []
-    if not 1 / _SUSPICIOUS < ratio < _SUSPICIOUS:
+    warnings = []
+    if not 1 / 30 < ratio < 30:
         size = "larger" if ratio > 1 else "smaller"
         factor = f"{max(ratio, 1 / ratio):.3g} times {size} than the standard deviations"
-        found.append(f"Errors are {factor}: are the units of both the same?")
-    codes = np.unique(structure, return_inverse=True)[1].reshape(-1)
-    bias = _bias(residuals, codes)
-    if bias:
-        text = f"their mean is {bias[0]:+.3g}, {bias[1]:.0%} of their root mean square"
-        quarter = np.argsort(np.argsort(std, kind="stable")) * _PARTS // len(std)
-        partitions = [quarter, *((kinds or {}).values())]
-        if all(_is_constant(bias[0], residuals, codes, labels) for labels in partitions):
-            return [
-                *found,
-                f"Errors are biased: {text}, and they have the same mean everywhere. Subtract it "
-                "first. (Do reference values and predictions have the same zero?)",
-            ]
-        found.append(
-            f"Errors are biased: {text}, but the bias is not the same everywhere. No uncertainty "
-            "accounts for a bias."
-        )
-    seen: list[Any] = []
+        warnings.append(f"Errors are {factor}: are the units of both the same?")
+    if bias := _bias(residuals, structure, 1):
+        share = abs(bias) / root_mean_square(residuals)
+        return [
+            *warnings,
+            f"Errors are biased: their mean is {bias:+.3g}, {share:.0%} of their root mean square. "
+            "No uncertainty accounts for a bias. If reference values and predictions do not have "
+            "the same zero, subtract it first.",
+        ]
     for kind, labels in (kinds or {}).items():
-        names, which = np.unique(labels, return_inverse=True)
-        which = which.reshape(-1)
-        if len(names) < 2 or any(np.array_equal(which, other) for other in seen):
-            continue
-        seen.append(which)
-        biased = {}
-        for i, name in enumerate(names):
-            if of_part := _bias(residuals[which == i], codes[which == i], n_tests=len(names)):
-                biased[str(name)] = of_part
-        worst = sorted(biased, key=lambda name: -abs(biased[name][0]))
+        names = np.unique(labels).tolist()
+        biases = {
+            name: _bias(residuals[labels == name], structure[labels == name], len(names))
+            for name in names
+        }
+        worst = sorted((n for n in names if biases[n]), key=lambda n: -abs(biases[n]))
         if worst:
-            shown = ", ".join(f"{n} (mean error {biased[n][0]:+.3g})" for n in worst[:_NAMED])
-            more = f" and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
-            text = f"Errors are biased by {kind}: {shown}{more}."
-            found.append(text if bias else f"{text} No uncertainty accounts for a bias.")
-    return found
+            listed = ", ".join(f"{name} (mean error {biases[name]:+.3g})" for name in worst[:5])
+            more = f" and {len(worst) - 5} more" if len(worst) > 5 else ""
+            text = f"Errors are biased by {kind}: {listed}{more}. No uncertainty accounts for that."
+            return [*warnings, text]
+    return warnings
 
 
-def _is_constant(bias: float, z: Float64Array, codes: IntArray, labels: Any) -> bool:
-    """Return whether the mean error of each part of the points is the bias, up to chance."""
-    names, which = np.unique(labels, return_inverse=True)
-    for i in range(len(names)):
-        part = which.reshape(-1) == i
-        mean, by_chance = _mean_error(z[part], codes[part], len(names))
-        if abs(mean - bias) > max(_CONSTANT * abs(bias), by_chance):
-            return False
-    return True
-
-
-def _bias(z: Float64Array, codes: IntArray, n_tests: int = 1) -> tuple[float, float] | tuple[()]:
-    """Return mean, and mean over root mean square, of errors that are biased; else nothing.
-
-    A two-sided t test of the mean.
-    """
-    mean, by_chance = _mean_error(z, codes, n_tests)
-    rms = root_mean_square(z)
-    if abs(mean) <= max(_BIASED * rms, by_chance):
-        return ()
-    return mean, abs(mean) / rms
-
-
-def _mean_error(z: Float64Array, codes: IntArray, n_tests: int) -> tuple[float, float]:
-    """Return the mean of errors, and how far it may be off by chance; ∞ for few structures.
-
-    With a probability that is divided by the number of tests.
-    """
-    mean, n_groups = float(np.mean(z)), len(np.unique(codes))
-    if n_groups < _FEW:
-        return mean, np.inf
+def _bias(z: Float64Array, structure: IntArray, n_tests: int) -> float:
+    """Return the mean error if it is a bias by a two-sided t test, 0 otherwise: `check_errors`."""
+    codes = np.unique(structure, return_inverse=True)[1].reshape(-1)
+    mean, n = float(np.mean(z)), int(codes.max()) + 1
+    if n < 5:
+        return 0.0
     sums = np.bincount(codes, z - mean)
-    error = float(np.sqrt(np.sum(sums**2) * n_groups / (n_groups - 1))) / len(z)
-    return mean, error * float(stdtrit(n_groups - 1, 1 - 0.5 * _BY_CHANCE / n_tests))
+    error = float(np.sqrt(np.sum(sums**2) * n / (n - 1))) / len(z)
+    by_chance = error * float(stdtrit(n - 1, 1 - 0.005 / n_tests))
+    return mean if abs(mean) > max(0.5 * root_mean_square(z), by_chance) else 0.0
+
+
+def describe_outliers(
+    residuals: Float64Array,
+    std: Float64Array,
+    structure: IntArray,
+    atom: IntArray | None = None,
+    component: IntArray | None = None,
+) -> list[str]:
+    """Return a warning that names the outliers, such as wrong labels; none if there are none.
+
+    Parameters
+    ----------
+    residuals, std : (n,) arrays
+        z = y − ȳ, and calibrated standard deviations > 0.
+    structure, atom, component : (n,) arrays of int
+        Origin of each point.
+    """
+    outliers = outlying_points(residuals, std)
+    if not outliers.size:
+        return []
+    places = []
+    for i in outliers[:5]:
+        place = f"structure {structure[i]}"
+        place += "" if atom is None else f", atom {atom[i]}"
+        place += "" if component is None else f", component {component[i]}"
+        places.append(f"{place} ({abs(residuals[i]) / std[i]:.3g} σ)")
+    more = ", …" if len(outliers) > 5 else ""
+    return [
+        f"{counted(outliers.size, 'outlier')} of {len(residuals)} points, perhaps wrong reference "
+        f"values: {'; '.join(places)}{more} (counted from 0). A single wrong value dominates the "
+        "root mean squared error and the log likelihood."
+    ]
 
 
 def kinds_of(
     frames: Sequence[Atoms], structure: IntArray, atom: IntArray | None = None
 ) -> dict[str, StrArray]:
-    """Return composition, config_type and element (of atoms) of points: arrays (n,) by name."""
+    """Return composition, config_type and element (of atoms) of points: arrays (n,) by name.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    structure, atom : (n,) arrays of int
+        The structure, and if points belong to atoms, the atom of each point.
+    """
     formulas = [atoms.get_chemical_formula() for atoms in frames]  # type: ignore[no-untyped-call]
     kinds = {"composition": np.array(formulas)[structure]}
     if any("config_type" in atoms.info for atoms in frames):

@@ -31,10 +31,6 @@ from qualms.arrays import (
 from qualms.errors import InputError, counted
 from qualms.notebooks import html_table
 
-#: Probability that a Gaussian variable is within one σ.
-EXPECTED_WITHIN = float(erf(np.sqrt(0.5)))
-_LOG_2PI = float(np.log(2.0 * np.pi))
-
 
 # Densities.
 def gaussian_log_density(residuals: ArrayLike, std: ArrayLike) -> Float64Array:
@@ -51,7 +47,7 @@ def gaussian_log_density(residuals: ArrayLike, std: ArrayLike) -> Float64Array:
     sigma = check_std(std, z.shape)
     # Divided before it is squared, so that neither z² nor σ² can overflow on its own.
     with np.errstate(over="ignore"):
-        density: Float64Array = -0.5 * (np.square(z / sigma) + _LOG_2PI) - np.log(sigma)
+        density: Float64Array = -0.5 * (np.square(z / sigma) + np.log(2.0 * np.pi)) - np.log(sigma)
     return density
 
 
@@ -155,11 +151,9 @@ def _area(levels: Float64Array) -> float:
     return float(0.5 * np.sum(right * np.abs(right) - left * np.abs(left)))
 
 
-#: Mean and standard deviation of the miscalibration area of calibrated predictions, times √n:
-#: those of the integral of |B| over a Brownian bridge B.
-AREA_BY_CHANCE, _AREA_SCATTER = 0.313, 0.138
-#: Independent points in a bin of σ, and most bins, of the conditional miscalibration area.
-_POINTS_PER_BIN, _MOST_BINS = 100, 5
+#: Mean of the miscalibration area of calibrated predictions, times √n: that of the integral of |B|
+#: over a Brownian bridge B, of standard deviation 0.138.
+AREA_BY_CHANCE = 0.313
 
 
 @dataclass(frozen=True)
@@ -194,8 +188,9 @@ def conditional_area(
 ) -> ConditionalArea:
     """Return the mean miscalibration area in bins of σ, of equal count.
 
-    It is at least the area of all points together: uncertainties that are too small for some points
-    and too large for others do not cancel.
+    There are up to five bins, of at least 100 independent points. The area is at least that of all
+    points together: uncertainties that are too small for some points and too large for others do
+    not cancel.
 
     Parameters
     ----------
@@ -208,13 +203,13 @@ def conditional_area(
     """
     levels, sigma = covering_levels(residuals, std, dof), np.asarray(std, dtype=np.float64)
     labels = np.arange(levels.size) if groups is None else np.asarray(groups)
-    n_bins = int(np.clip(np.unique(labels).size // _POINTS_PER_BIN, 1, _MOST_BINS))
+    n_bins = int(np.clip(np.unique(labels).size // 100, 1, 5))
     order = np.argsort(sigma, kind="stable")
     bins = np.split(order, _bin_starts(sigma[order], n_bins)[1:])
     area = float(np.mean([_area(levels[rows]) for rows in bins]))
     noise = np.array([np.unique(labels[rows]).size for rows in bins]) ** -0.5
     by_chance = AREA_BY_CHANCE * float(np.mean(noise))
-    scatter = _AREA_SCATTER * float(np.sqrt(np.sum(noise**2))) / len(bins)
+    scatter = 0.138 * float(np.sqrt(np.sum(noise**2))) / len(bins)
     return ConditionalArea(area, by_chance, by_chance + 2.5 * scatter, len(bins))
 
 
@@ -223,48 +218,6 @@ def _bin_starts(sigma: Float64Array, n_bins: int) -> IntArray:
     # A boundary inside a run of equal σ moves to where the run begins.
     cuts = sigma[np.arange(n_bins) * sigma.size // n_bins]
     return np.unique(np.searchsorted(sigma, cuts, side="left"))
-
-
-def rms_calibration_error(residuals: ArrayLike, std: ArrayLike) -> float:
-    """Root mean square over levels p of C(p) − p, as uncertainty-toolbox computes it.
-
-    C(p) as in :func:`miscalibration_area`; the levels are 100 even ones from 0 to 1. Parameters are
-    those of :func:`covering_levels`.
-    """
-    return _rms_calibration_error(covering_levels(residuals, std))
-
-
-def _rms_calibration_error(levels: Float64Array) -> float:
-    p = np.linspace(0.0, 1.0, 100)
-    observed = np.searchsorted(np.sort(levels), p, side="right") / levels.size
-    return float(np.sqrt(np.mean(np.square(observed - p))))
-
-
-def interval_score(residuals: ArrayLike, std: ArrayLike, level: float = 0.95) -> float:
-    """Mean interval score of the central intervals of one level (Gneiting and Raftery 2007).
-
-    The width of the interval plus 2/(1 − level) times the distance by which it misses the reference
-    value, in the units of y; the lower the better.
-
-    Parameters
-    ----------
-    residuals, std : arrays of one shape
-        z = y − ȳ and σ ≥ 0.
-    level : float
-        Probability within (0, 1).
-    """
-    if not 0.0 < level < 1.0:
-        raise InputError(
-            f"`level` is {level!r}; use a probability between 0 and 1.", parameter="level"
-        )
-    z = np.abs(check_points("residuals", residuals))
-    return float(np.mean(_interval_scores(z, check_std(std, z.shape, allow_zero=True), level)))
-
-
-def _interval_scores(distance: Float64Array, sigma: Float64Array, level: float) -> Float64Array:
-    half = ndtri(0.5 * (1.0 + level)) * sigma
-    missed = np.maximum(distance - half, 0.0)
-    return np.asarray(2.0 * half + 2.0 / (1.0 - level) * missed)
 
 
 def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> float:
@@ -343,8 +296,11 @@ class Scores:
         (F(x) − [x ≥ y])², F being the predicted distribution function.
     crps_ensemble : float or None
         The fair one of the members (Ferro 2014); None without members.
-    miscalibration_area, rms_calibration_error, ence : float
+    miscalibration_area, ence : float
         Distances from calibration; see the functions of those names.
+    rms_calibration_error : float
+        Root mean square of C(p) − p, C(p) as in :func:`miscalibration_area`, over 100 even levels p
+        from 0 to 1, as uncertainty-toolbox computes it.
     sharpness : float
         Root mean predicted variance.
     coverage_68, coverage_95 : float
@@ -354,7 +310,8 @@ class Scores:
     spearman : float
         Rank correlation of |z| and σ.
     interval_score_95 : float
-        Interval score at level 0.95; :func:`interval_score` has any level.
+        Mean interval score of the central intervals of level 0.95 (Gneiting and Raftery 2007): the
+        width of the interval plus 2/0.05 times the distance by which it misses the reference value.
     """
 
     n_points: int
@@ -406,17 +363,17 @@ def score_arrays(
     factor_95 : float, optional
         Half the width of conformal 95 % intervals, in units of the standard deviation.
     """
-    return _scores(_terms_of_scores(y, mean, std, members, factor_95))
+    return _scores(_terms(y, mean, std, members, factor_95))
 
 
-def _terms_of_scores(
+def _terms(
     y: ArrayLike,
     mean: ArrayLike,
     std: ArrayLike,
     members: ArrayLike | None,
     factor_95: float | None,
 ) -> dict[str, Float64Array]:
-    """Return z, σ, covering levels, and the scores that are means over points: (n,) by name."""
+    """Return z, σ, covering levels, and what scores are the means of: (n,) by name."""
     reference = check_points("y", y)
     z = (reference - check_points("mean", mean, reference.shape)).ravel()
     sigma = check_std(std, reference.shape).ravel()
@@ -431,7 +388,7 @@ def _terms_of_scores(
         "crps": _gaussian_crps(distance, sigma),
         "coverage_68": (distance <= half_68).astype(np.float64),
         "coverage_95": (distance <= half_95).astype(np.float64),
-        "interval_score_95": _interval_scores(distance, sigma, 0.95),
+        "interval_score_95": 2.0 * half_95 + 2.0 / 0.05 * np.maximum(distance - half_95, 0.0),
     }
     if members is not None:
         x = check_members(members, reference.shape)
@@ -451,12 +408,14 @@ def _scores(terms: dict[str, Float64Array], n_bins: int | None = None) -> Scores
     terms = dict(terms)
     z, sigma, levels = (terms.pop(name) for name in ("residuals", "std", "level"))
     means = {name: float(np.mean(values)) for name, values in terms.items()}
+    p = np.linspace(0.0, 1.0, 100)
+    observed = np.searchsorted(np.sort(levels), p, side="right") / levels.size
     return Scores(
         n_points=int(z.size),
         rmse=root_mean_square(z),
         sharpness=root_mean_square(sigma),
         miscalibration_area=_area(levels),
-        rms_calibration_error=_rms_calibration_error(levels),
+        rms_calibration_error=root_mean_square(observed - p),
         ence=ence(z, sigma, n_bins),
         spearman=spearman(z, sigma),
         **({"crps_ensemble": None, "coverage_95_conformal": None} | means),  # type: ignore[arg-type]
@@ -498,42 +457,22 @@ def score(
     >>> round(score([1.0, 2.0], mean=[1.1, 1.8], std=[0.1, 0.2]).mae, 6)
     0.15
     """
-    if prediction is None:
-        if mean is None or std is None:
-            raise InputError(
-                "There is nothing to score. Give a `prediction`, or `mean` and `std`.",
-                parameter="prediction",
-            )
+    if prediction is None and mean is not None and std is not None:
         return score_arrays(y, mean, std)
-    if mean is not None or std is not None:
-        raise InputError(
-            "Give either a `prediction`, or `mean` and `std`, not both.", parameter="mean"
-        )
+    if prediction is None or mean is not None or std is not None:
+        message = "Give either a `prediction`, or `mean` and `std`."
+        raise InputError(message, parameter="prediction")
     if not hasattr(prediction, "members"):
         raise InputError(
             f"`prediction`, of type {type(prediction).__name__}, is not a Prediction. Arrays are "
             "given as `mean` and `std`.",
             parameter="prediction",
         )
-    if np.shape(y) != prediction.mean.shape:
-        raise InputError(
-            f"`y` has the shape {np.shape(y)}, the prediction {prediction.mean.shape}.",
-            parameter="y",
-        )
-    return score_arrays(
-        y, prediction.mean, prediction.std, prediction.members, prediction.factor_95
-    )
+    p = prediction
+    return score_arrays(y, p.mean, p.std, p.members, p.factor_95)
 
 
 # Diagnostics: numbers for figures.
-#: ln(ε/σ) of a Gaussian lies within, except for a probability of 0.001.
-_GAUSSIAN_RANGE = (-7.0, 1.5)
-#: Smallest bandwidth, relative to the range and absolute (ln units).
-_FINEST, _SMALLEST_BANDWIDTH = 1.0 / 200.0, 0.01
-#: Bins per bandwidth, bins per grid point, and bandwidths by which the grid exceeds the data.
-_BINS_PER_BANDWIDTH, _BINS_PER_POINT, _MARGIN = 8, 4, 4
-
-
 @dataclass(frozen=True)
 class CalibrationCurve:
     """Nominal levels p, `expected`, and coverage of the central intervals, `observed`: (n_levels,).
@@ -599,27 +538,13 @@ class ErrorDensities:
 
 
 def calibration_curve(
-    residuals: ArrayLike,
-    std: ArrayLike,
-    levels: ArrayLike | None = None,
-    dof: ArrayLike | None = None,
+    residuals: ArrayLike, std: ArrayLike, dof: ArrayLike | None = None
 ) -> CalibrationCurve:
-    """Return the observed coverage of central intervals for each nominal level.
+    """Return the observed coverage of central intervals of levels 0.01, 0.02, … 0.99.
 
-    Parameters
-    ----------
-    residuals, std, dof
-        As in :func:`covering_levels`.
-    levels : (n_levels,) array, optional
-        Levels within (0, 1); 0.01, 0.02, … 0.99 by default.
+    Parameters are those of :func:`covering_levels`.
     """
-    expected = np.arange(1, 100) / 100.0 if levels is None else check_points("levels", levels)
-    if expected.ndim != 1 or expected.min() <= 0.0 or expected.max() >= 1.0:
-        raise InputError(
-            f"`levels` has the shape {expected.shape} and values from {expected.min():g} to "
-            f"{expected.max():g}; use a list of probabilities between 0 and 1.",
-            parameter="levels",
-        )
+    expected = np.arange(1, 100) / 100.0
     covered = np.sort(covering_levels(residuals, std, dof))
     observed = np.searchsorted(covered, expected, side="right") / covered.size
     return CalibrationCurve(expected, np.asarray(observed, dtype=np.float64), int(covered.size))
@@ -675,13 +600,13 @@ def conditional_error_density(
     std: ArrayLike,
     members: ArrayLike | None = None,
     *,
-    bandwidth: tuple[float, float] | None = None,
     min_points: float = 10.0,
 ) -> ErrorDensities:
     """Estimate P(ln ε | ln σ) of actual and of predicted errors: Eq. (18), Musil et al. 2019.
 
     Histograms of (ln σ, ln ε), smoothed by a Gaussian and divided by the smoothed marginal. Actual
-    and predicted errors share grid and bandwidth.
+    and predicted errors share grid and bandwidth: Scott's rule, n^(−1/6) times the standard
+    deviation of the n points along each axis, but at least 0.01 and 1/200 of the range.
 
     Parameters
     ----------
@@ -689,10 +614,6 @@ def conditional_error_density(
         Reference values, predictions and standard deviations, in the same units.
     members : array of shape y.shape + (n_members,), optional
         Predictions of the members. Without them the predicted errors are Gaussian.
-    bandwidth : tuple of two floats, optional
-        Standard deviations of the kernel along ln σ and ln ε. By default Scott's rule, n^(−1/6)
-        times the standard deviation of the n points along each axis, but at least 0.01 and 1/200 of
-        the range.
     min_points : float
         A row is supported if the sum over the points of exp(−Δ²/2h²), Δ being their distance in
         ln σ, is at least this.
@@ -708,11 +629,6 @@ def conditional_error_density(
     if not min_points > 0.0:
         raise InputError(
             f"`min_points` is {min_points!r}; use a number > 0.", parameter="min_points"
-        )
-    if bandwidth is not None and np.shape(bandwidth) != (2,):
-        raise InputError(
-            f"`bandwidth` is {bandwidth!r}; use two numbers, along ln σ and along ln ε.",
-            parameter="bandwidth",
         )
     actual = np.abs(reference.ravel() - center)[:, None]
     # Without members, an error of size σ marks the place of each point along ln σ.
@@ -730,11 +646,10 @@ def conditional_error_density(
             )
         rows, columns = np.nonzero(used)
         pairs.append(np.log(np.stack([sigma[rows], errors[rows, columns]])))
-    margins = [(0.0, 0.0), _GAUSSIAN_RANGE if members is None else (0.0, 0.0)]
-    given = (None, None) if bandwidth is None else bandwidth
-    (h_sigma, x), (h_error, e) = (
-        _density_axis(pairs[0][k], pairs[1][k], margins[k], given[k]) for k in (0, 1)
-    )
+    # ln(ε/σ) of a Gaussian lies between −7 and 1.5, except for a probability of 0.001.
+    low, high = (-7.0, 1.5) if members is None else (0.0, 0.0)
+    h_sigma, x = _density_axis(pairs[0][0], pairs[1][0])
+    h_error, e = _density_axis(pairs[0][1], np.append(pairs[1][1] + low, pairs[1][1] + high))
     histograms = [np.histogram2d(p[0], p[1], bins=[x, e])[0] / p.shape[1] for p in pairs]
     if members is None:
         # For t = ln ε − ln σ of a Gaussian, the half-normal density of ε times dε/d ln ε = ε.
@@ -746,18 +661,16 @@ def conditional_error_density(
     def estimate(joint: Float64Array, pairs: Float64Array, n_columns: int) -> ConditionalDensity:
         from scipy.ndimage import gaussian_filter1d  # only figures need it
 
-        some = slice(None, None, _BINS_PER_POINT)
-        smooth = gaussian_filter1d(joint, _BINS_PER_BANDWIDTH, axis=0, mode="constant", truncate=6)
-        smooth = smooth[some] / (x[1] - x[0])
+        # A bandwidth has eight bins, and the grid every fourth of them.
+        smooth = gaussian_filter1d(joint, 8, axis=0, mode="constant", truncate=6)
+        smooth = smooth[::4] / (x[1] - x[0])
         marginal = smooth.sum(axis=1)
         # marginal = near / (n h sqrt(2π)), where near counts the n points by their closeness.
         near = marginal * (pairs.shape[1] / n_columns) * h_sigma * np.sqrt(2.0 * np.pi)
         supported: BoolArray = near >= min_points
-        density = gaussian_filter1d(smooth, _BINS_PER_BANDWIDTH, axis=1, mode="constant")[:, some]
+        density = gaussian_filter1d(smooth, 8, axis=1, mode="constant")[:, ::4]
         density /= np.where(supported, marginal, np.inf)[:, None] * (e[1] - e[0])
-        return ConditionalDensity(
-            _centers(x)[some], _centers(e)[some], density, marginal, supported
-        )
+        return ConditionalDensity(_centers(x)[::4], _centers(e)[::4], density, marginal, supported)
 
     return ErrorDensities(
         estimate(histograms[0], pairs[0], 1),
@@ -766,37 +679,24 @@ def conditional_error_density(
     )
 
 
-def _density_axis(
-    true: Float64Array, model: Float64Array, margins: tuple[float, float], bandwidth: float | None
-) -> tuple[float, Float64Array]:
-    """Return the bandwidth, from the actual errors, and the edges of bins for all errors."""
-    low = min(float(true.min()), float(model.min()) + margins[0])
-    span = max(float(true.max()), float(model.max()) + margins[1]) - low
-    if bandwidth is None:
-        # Scott's rule in two dimensions; members of one point share its σ and are no more points.
-        scott = float(np.std(true, ddof=1)) * true.size ** (-1.0 / 6.0) if true.size > 1 else 0.0
-        bandwidth = max(scott, _FINEST * span, _SMALLEST_BANDWIDTH)
-    elif not (np.isfinite(bandwidth) and bandwidth > 0.2 * _FINEST * span):
-        raise InputError(
-            f"A `bandwidth` is {bandwidth!r}; use a finite number, more than a thousandth of the "
-            f"range, {0.2 * _FINEST * span:g}.",
-            parameter="bandwidth",
-        )
-    width = bandwidth / _BINS_PER_BANDWIDTH
-    n_bins = int(np.ceil(span / width)) + 2 * _MARGIN * _BINS_PER_BANDWIDTH
+def _density_axis(true: Float64Array, model: Float64Array) -> tuple[float, Float64Array]:
+    """Return the bandwidth, from the actual errors, and the edges of bins for all errors.
+
+    A bandwidth has eight bins, and the bins exceed the errors by four bandwidths.
+    """
+    low = min(float(true.min()), float(model.min()))
+    span = max(float(true.max()), float(model.max())) - low
+    # Scott's rule in two dimensions; members of one point share its σ and are no more points.
+    scott = float(np.std(true, ddof=1)) * true.size ** (-1.0 / 6.0) if true.size > 1 else 0.0
+    bandwidth = max(scott, span / 200.0, 0.01)
+    width = bandwidth / 8
+    n_bins = int(np.ceil(span / width)) + 64
     start = low + 0.5 * span - 0.5 * n_bins * width
-    edges: Float64Array = start + width * np.arange(n_bins + 1, dtype=np.float64)
-    return float(bandwidth), edges
+    return bandwidth, start + width * np.arange(n_bins + 1, dtype=np.float64)
 
 
 def _centers(edges: Float64Array) -> Float64Array:
     return np.asarray(0.5 * (edges[1:] + edges[:-1]))
-
-
-# Points whose errors are not of the same kind as those of the others.
-#: Multiple of σ, and of the size of most errors, beyond which an error is an outlier; and the
-#: median of |z|/σ of a Gaussian.
-_FAR, _MEDIAN = 10.0, 0.6745
 
 
 def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
@@ -814,14 +714,11 @@ def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
     z = np.abs(check_points("residuals", residuals))
     with np.errstate(over="ignore"):
         t = z / check_std(std, z.shape)
-    found = np.flatnonzero((t > _FAR) & (z > _FAR * np.median(z) / _MEDIAN))
-    return found[np.argsort(-t[found], kind="stable")]
+    outliers = np.flatnonzero((t > 10.0) & (z > 10.0 * np.median(z) / 0.6745))
+    return outliers[np.argsort(-t[outliers], kind="stable")]
 
 
 # Bootstrap confidence intervals of scores, clustered by group.
-#: Scores that measure a distance from calibration. They are never negative, and sampling noise,
-#: that of the resampling included, makes them larger: see `bootstrap_scores`.
-DISTANCES = ("miscalibration_area", "rms_calibration_error", "ence")
 
 
 @dataclass(frozen=True)
@@ -873,7 +770,7 @@ def bootstrap_scores(
     rng : numpy Generator, optional
         Seeded with 0 by default.
     """
-    terms = _terms_of_scores(y, mean, std, members, factor_95)
+    terms = _terms(y, mean, std, members, factor_95)
     scores = _scores(terms)
     # Minus infinity has no quantiles.
     terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
@@ -888,9 +785,9 @@ def bootstrap_scores(
     for name, value in scores.as_dict().items():
         if name == "n_points" or value is None or not resampled:
             continue
-        found = [getattr(one, name) for one in resampled]
-        low, high = np.quantile(found, [tail, 1.0 - tail]).tolist()
-        if name in DISTANCES:
+        values = [getattr(each, name) for each in resampled]
+        low, high = np.quantile(values, [tail, 1.0 - tail]).tolist()
+        if name in ("miscalibration_area", "rms_calibration_error", "ence"):
             low, high = max(2.0 * value - high, 0.0), max(2.0 * value - low, 0.0)
         intervals[name] = (min(low, value), max(high, value))
     return ScoreIntervals(scores, intervals, level, n_bootstrap, n_groups)
@@ -900,7 +797,7 @@ def bootstrap_scores(
 class OneSigma:
     """Coverage of ±σ, made by :func:`bootstrap_one_sigma`, with confidence intervals.
 
-    `within` is the fraction of points with |z| ≤ σ, `EXPECTED_WITHIN` if Gaussian and calibrated.
+    `within` is the fraction of points with |z| ≤ σ, `expected_within()` if calibrated.
     `factor` is that of σ which makes the fraction right: above one if σ is too small. Unlike the
     root mean square of z/σ it is robust against a few large errors. The intervals are None if there
     is only one group.
@@ -920,13 +817,20 @@ def bootstrap_one_sigma(
     n_bootstrap: int = 200,
     level: float = 0.95,
     rng: np.random.Generator | None = None,
-    expected: float = EXPECTED_WITHIN,
+    dof: float | None = None,
 ) -> OneSigma:
     """Return the coverage of ±σ, and the factor of σ that makes it right, with intervals.
 
-    `residuals` and `std` > 0 are (n,) or (n, n_targets) arrays, `expected` is the right coverage;
-    other parameters are those of :func:`bootstrap_scores`.
+    Parameters
+    ----------
+    residuals, std : (n,) or (n, n_targets) arrays
+        z = y − ȳ and σ > 0.
+    groups, n_bootstrap, level, rng
+        As in :func:`bootstrap_scores`.
+    dof : float, optional
+        As in :func:`expected_within`.
     """
+    expected = expected_within(dof)
     z = check_points("residuals", residuals)
     with np.errstate(over="ignore"):
         t = (np.abs(z) / check_std(std, z.shape)).ravel()

@@ -48,14 +48,6 @@ from qualms.notebooks import html_table
 if TYPE_CHECKING:
     import pandas
 
-#: Standard deviations below this fraction of the mean are rounding; below the second fraction of
-#: a larger standard deviation they do not determine how many decimals are printed.
-_ROUNDING, _MATTERS = 1e-13, 1e-2
-#: Values that a notebook shows.
-_SHOWN = 10
-#: Independent points below which a calibration is poorly determined.
-_FEW = 10
-
 
 class Prediction(NDArrayOperatorsMixin):
     """Mean and standard deviation of each point, with or without the values of ensemble members.
@@ -177,14 +169,13 @@ class Prediction(NDArrayOperatorsMixin):
         return (self[i] for i in range(len(self)))
 
     def __reduce__(self) -> tuple[Callable[[], Prediction], tuple[()]]:
-        # A callable cannot be pickled: compute the uncalibrated prediction now.
-        given: dict[str, Any] = {"members": self._members}
+        arguments: dict[str, Any] = {"members": self._members}
         if self._members is None:
-            given = {"mean": self.mean, "std": self.std}
+            arguments = {"mean": self.mean, "std": self.std}
         if self._uncalibrated is not None:
-            given["uncalibrated"] = self.uncalibrated
-        given |= {"conformal": self.conformal, "dof": self.dof}
-        return partial(Prediction, **given), ()
+            # A callable cannot be pickled: compute the uncalibrated prediction now.
+            arguments["uncalibrated"] = self.uncalibrated
+        return partial(Prediction, **arguments, conformal=self.conformal, dof=self.dof), ()
 
     def interval(
         self, level: float = 0.95, method: str = "gaussian"
@@ -286,10 +277,16 @@ class Prediction(NDArrayOperatorsMixin):
         factors: float | Float64Array,
         conformal: Conformal | None = None,
     ) -> Prediction:
-        """Return the prediction with the members that a calibration uses, scaled by given factors.
+        """Return the prediction with the members that a calibration uses, scaled by factors.
 
-        Factors are one number, or one for each of the first axis: those that calibrate another
-        quantity.
+        Parameters
+        ----------
+        calibration : Calibration
+        factors : float or (n,) array
+            Of the members about their mean, for all points or along the first axis: those that
+            calibrate another quantity.
+        conformal : Conformal, optional
+            Distribution of out-of-bag errors after this calibration.
         """
         raw = _members_of(self, "scaled")
         members, dof = source_members(calibration, raw), calibration.predictive_dof(raw.shape[-1])
@@ -356,24 +353,22 @@ class Prediction(NDArrayOperatorsMixin):
 
         def of_members(*members: Float64Array) -> Float64Array:
             m = iter(members)
+            operands = [
+                next(m) if isinstance(x, Prediction) else np.asarray(x)[..., None] for x in inputs
+            ]
             try:
-                result: Float64Array = ufunc(
-                    *(
-                        next(m) if isinstance(x, Prediction) else np.asarray(x)[..., None]
-                        for x in inputs
-                    )
-                )
+                values: Float64Array = ufunc(*operands)
             except ValueError:
                 raise _shape_error(name, inputs) from None
-            if result.dtype.kind not in "fiu":
+            if values.dtype.kind not in "fiu":
                 raise TypeError(f"{name} of a Prediction is not a number: use .mean or .members")
-            return result
+            return values
 
-        found = _combined(name, of_members, *predictions)
+        result = _combined(name, of_members, *predictions)
         inverted = ufunc is np.divide and inputs[1] is self
         if len(predictions) == 1 and ufunc in _AFFINE and not inverted:
-            found.conformal, found.dof = self.conformal, self.dof
-        return found
+            result.conformal, result.dof = self.conformal, self.dof
+        return result
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Support ``numpy.sum`` and ``numpy.concatenate`` only."""
@@ -394,7 +389,7 @@ class Prediction(NDArrayOperatorsMixin):
         if self.shape:
             return repr(self)
         mean, std = float(self.mean), float(self.std)
-        if std <= _ROUNDING * abs(mean):
+        if std <= 1e-13 * abs(mean):  # rounding
             return f"{mean:.6g} ± 0"
         digits = decimals(std)
         return f"{mean:.{digits}f} ± {std:.{digits}f}"
@@ -423,8 +418,8 @@ class Prediction(NDArrayOperatorsMixin):
         return pandas.DataFrame(columns, index=index)
 
     def _repr_html_(self) -> str:
-        """Return mean and standard deviation of the first values, for notebooks."""
-        indices = [*itertools.islice(np.ndindex(self.shape), _SHOWN)]
+        """Return mean and standard deviation of the first ten values, for notebooks."""
+        indices = [*itertools.islice(np.ndindex(self.shape), 10)]
         rows = [(", ".join(map(str, i)), *str(self[i]).split(" ± ")) for i in indices]
         hidden = int(np.prod(self.shape)) - len(rows)
         note = f"and {hidden} more; {self!r}" if hidden else repr(self)
@@ -444,9 +439,8 @@ def _read_only(values: ArrayLike, name: str) -> Float64Array:
 
 
 def decimals(*errors: float) -> int:
-    """Return how many decimals show two digits of the smallest error that is not negligible."""
-    largest = max(errors)
-    smallest = min(error for error in errors if error > _MATTERS * largest)
+    """Return how many decimals show two digits of the smallest error above 1 % of the largest."""
+    smallest = min(error for error in errors if error > 0.01 * max(errors))
     return max(0, 1 - int(np.floor(np.log10(smallest))))
 
 
@@ -495,27 +489,29 @@ def _combined(
 
 def _lifted(f: Callable[..., Prediction], *predictions: Prediction) -> Prediction:
     """Return f of predictions and, on demand, of the same predictions before calibration."""
-    found = f(*predictions)
+    result = f(*predictions)
     if any(p._uncalibrated is not None for p in predictions):
-        found._uncalibrated = lambda: f(*(p.uncalibrated for p in predictions))
-    return found
+        result._uncalibrated = lambda: f(*(p.uncalibrated for p in predictions))
+    return result
 
 
 def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Prediction:
     """Apply a function that moves points, and does not combine them, to members or mean and std."""
-    conformals, dofs = ([getattr(p, x) for p in predictions] for x in ("conformal", "dof"))
-    kept = conformals[0] if len({*map(id, conformals)}) == 1 else None
-    dof = dofs[0] if len({*dofs}) == 1 else None
-    if any(p.members is not None for p in predictions):
-        found = _combined("concatenate", f, *predictions)
-        found.conformal, found.dof = kept, dof
-        return found
 
     def of(*parts: Prediction) -> Prediction:
         mean, std = (f(*(getattr(p, x)[..., None] for p in parts))[..., 0] for x in ("mean", "std"))
-        return Prediction(mean=mean, std=std, conformal=kept)
+        return Prediction(mean=mean, std=std)
 
-    return _lifted(of, *predictions)
+    if any(p.members is not None for p in predictions):
+        result = _combined("concatenate", f, *predictions)
+    else:
+        result = _lifted(of, *predictions)
+    first, *others = predictions
+    if all(p.conformal is first.conformal for p in others):
+        result.conformal = first.conformal
+    if all(p.dof == first.dof for p in others):
+        result.dof = first.dof
+    return result
 
 
 #: Functions of a prediction without members and a constant.
@@ -540,7 +536,7 @@ def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
             std = np.abs(with_values(p.std)) if scaled else np.broadcast_to(p.std, mean.shape)
         except ValueError:
             raise _shape_error(ufunc.__name__, inputs) from None
-        return Prediction(mean=mean, std=std, conformal=p.conformal)
+        return Prediction(mean=mean, std=std, conformal=p.conformal, dof=p.dof)
 
     return _lifted(of, prediction)
 
@@ -638,8 +634,8 @@ def calibrate(
     repeats = shape[0] // n
     labels = None
     if groups is not None or repeats > 1:
-        own = None if groups is None else np.asarray(groups)
-        labels = np.repeat(group_codes(own, n), repeats)
+        codes = group_codes(None if groups is None else np.asarray(groups), n)
+        labels = np.repeat(codes, repeats)
     data: list[CalibrationData] = []
     if mean is not None and std is not None:
         if method != "auto" and class_of(method).needs_members:
@@ -657,7 +653,7 @@ def calibrate(
         values = np.asarray(members, dtype=np.float64)
         missing = np.isnan(values)
         values = check_members(np.where(missing, 0.0, values), targets.shape)
-        predicted, known = values.reshape(*shape, -1), ~missing.reshape(*shape, -1)
+        predicted, used = values.reshape(*shape, -1), ~missing.reshape(*shape, -1)
         if absent is not None:
             unseen = np.asarray(absent, dtype=bool)
             if unseen.shape != (n, values.shape[-1]):
@@ -666,15 +662,16 @@ def calibrate(
                     "the members.",
                     parameter="absent",
                 )
-            known &= np.repeat(unseen, repeats, axis=0)[:, None, :]
+            used &= np.repeat(unseen, repeats, axis=0)[:, None, :]
+        all_used = absent is None and not missing.any()
         for k, column in enumerate(targets.reshape(shape).T):
-            used = known[:, k] if absent is not None or missing.any() else None
-            data.append(calibration_data(column, predicted[:, k], used, groups=labels))
-    if any(d.n_independent < _FEW for d in data):
-        few = min(d.n_independent for d in data)
+            absences = None if all_used else used[:, k]
+            data.append(calibration_data(column, predicted[:, k], absences, groups=labels))
+    few = min(d.n_independent for d in data)
+    if few < 10:
         message = f"Only {few:.0f} independent points: the calibration is poorly determined."
         warnings.warn(message, QualmsWarning, stacklevel=2)
     fit = fit_calibration if absent is None else fit_out_of_bag
-    found = [choose_calibration(d) if method == "auto" else fit(d, method) for d in data]
-    one = targets.ndim == 1 or shape[1] < n_outputs
-    return found[0] if one else PerOutputCalibration((*found,))
+    fits = [choose_calibration(d) if method == "auto" else fit(d, method) for d in data]
+    is_single = targets.ndim == 1 or shape[1] < n_outputs
+    return fits[0] if is_single else PerOutputCalibration((*fits,))

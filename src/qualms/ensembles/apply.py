@@ -31,9 +31,6 @@ from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
 from qualms.prediction import Prediction
 
-#: Values closer to the mean than this fraction of the standard deviation are that mean, rounded.
-_THE_SAME = 0.05
-
 
 class Applied(NamedTuple):
     """Summary of an output file; the remarks are warnings for the user."""
@@ -103,19 +100,22 @@ def apply_calibration(
     std = document.std_of(ensemble)
     aside = _references(source, ensemble)
     if aside:
-        kept = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
-        remarks.insert(0, f"Not predictions of these members, kept under another name: {kept}.")
+        renamed = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
+        remarks.insert(0, f"Not predictions of these members, kept under another name: {renamed}.")
     entries = _entries(ensemble, std, write_members)
-    left_out = {ensemble.key} if ensemble.members is not None and not write_members else set()
+    without: tuple[str, ...] = ()
+    if ensemble.members is not None and not write_members:
+        without = ensemble.columns.get(ensemble.key, ())
     if isinstance(source, Table):
-        _write_table(source, output, ensemble, entries, aside, left_out, force)
+        changes = _columns(source, ensemble, entries, aside)
+        source.write(output, changes, without=without, force=force)
     else:
         rows = ensemble.structure[:: ensemble.n_components]
         ends = np.searchsorted(rows, np.arange(len(source) + 1)).tolist()
         with atomic_output(output, force=force) as stream:
             for atoms, begin, end in zip(source, ends[:-1], ends[1:], strict=True):
                 values = {key: array[begin:end] for key, array in entries.items()}
-                _store(atoms, ensemble, values, aside, left_out)
+                _store(atoms, ensemble, values, aside, without)
                 stream.write(xyz_text(atoms).encode())
     return Applied(len(ensemble), ensemble.n_members, tuple(remarks))
 
@@ -160,14 +160,14 @@ def _checks(document: CalibrationDocument, ensemble: Ensemble) -> Iterator[str]:
     """Yield warnings about points without a result, and about differences to the calibration."""
     reasons = ensemble.unusable()
     bad = np.any([*reasons.values()], axis=0)
-    found = [f"{ensemble.counted(int(w.sum()))} {why}" for why, w in reasons.items() if w.any()]
+    texts = [f"{ensemble.counted(int(w.sum()))} {why}" for why, w in reasons.items() if w.any()]
     if bad.all():
         raise InputError(
-            f"No point can be calibrated: {', '.join(found)}. (Flags of out-of-bag members are "
+            f"No point can be calibrated: {', '.join(texts)}. (Flags of out-of-bag members are "
             f"read from {ensemble.target}_absent.)",
             parameter=ensemble.key,
         )
-    yield from (f"{text}: NaN is written for them." for text in found)
+    yield from (f"{text}: NaN is written for them." for text in texts)
     if ensemble.n_members != document.n_members:
         yield (
             f"The calibration was fitted to {document.n_members or 'an unknown number of'} members;"
@@ -208,20 +208,21 @@ def _references(source: Source, ensemble: Ensemble) -> set[str]:
         means = (ensemble.mean, members.mean(axis=1))
         is_reference = not any(_is_mean(ensemble.stored_mean, m, ensemble.std) for m in means)
     aside = {name} if is_reference else set()
-    known = name in all_properties and not isinstance(source, Table)
-    if known and (is_reference or name not in keys):
+    is_result = name in all_properties and not isinstance(source, Table)
+    if is_result and (is_reference or name not in keys):
         others = keys.intersection(all_properties) - {name}
         aside |= {key for key in others if is_reference or keys.isdisjoint(predicted_keys(key))}
-    return {key for key in aside if f"REF_{key}" not in keys}
+    present = (key for key in aside if keys.issuperset(ensemble.columns.get(key, (key,))))
+    return {key for key in present if f"REF_{key}" not in keys}
 
 
 def _is_mean(stored: Float64Array, mean: Float64Array, std: Float64Array) -> bool:
-    """Return whether most stored values are the mean, up to rounding."""
-    known = np.isfinite(stored) & np.isfinite(mean) & np.isfinite(std)
-    if not known.any():
+    """Return whether most stored values are the mean, rounded to a small fraction of std."""
+    finite = np.isfinite(stored) & np.isfinite(mean) & np.isfinite(std)
+    if not finite.any():
         return False
-    distance, size, width = np.median(np.abs([stored - mean, mean, std])[:, known], axis=1)
-    return bool(distance <= _THE_SAME * width + 1e-9 * size)
+    distance, size, width = np.median(np.abs([stored - mean, mean, std])[:, finite], axis=1)
+    return bool(distance <= 0.05 * width + 1e-9 * size)
 
 
 def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, Float64Array]:
@@ -239,29 +240,32 @@ def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, 
     return entries
 
 
-def _write_table(
-    table: Table,
-    output: str | Path,
-    ensemble: Ensemble,
-    entries: Mapping[str, Float64Array],
-    aside: Collection[str],
-    left_out: Collection[str],
-    force: bool,
-) -> None:
-    """Write a table with new values in the columns that held the old ones, or in new columns."""
-    known, k = ensemble.columns, ensemble.n_components
-    changes = {f"REF_{n}": table.content[n] for key in aside for n in known.get(key, (key,))}
+def _columns(
+    table: Table, ensemble: Ensemble, entries: Mapping[str, Float64Array], aside: Collection[str]
+) -> dict[str, Any]:
+    """Return calibrated values by the columns that held the old ones, or by new columns.
+
+    Parameters
+    ----------
+    table : Table
+    ensemble : Ensemble
+        Read from the table.
+    entries : mapping of str to (n, …) arrays
+        Calibrated values by key.
+    aside : collection of str
+        Keys of reference values, which get other names.
+    """
+    columns, k = ensemble.columns, ensemble.n_components
+    changes = {f"REF_{n}": table.content[n] for key in aside for n in columns.get(key, (key,))}
     for key, values in entries.items():
         flat = values.reshape(len(values), -1)
-        width = flat.shape[1]
-        numbers = COMPONENTS.get(k, range(width)) if width == k else range(width)
-        names = known.get(key, tuple(f"{key}_{c}" for c in numbers))
-        if values.ndim == 1 or (table.suffix == ".npz" and len(known.get(key, ())) <= 1):
-            changes[names[0] if key in known else key] = values
-        else:
-            changes |= dict(zip(names, flat.T, strict=True))
-    without = {name for key in left_out for name in known.get(key, (key,))}
-    table.write(output, changes, without=without, force=force)
+        names = columns.get(key, (key,))
+        if key not in columns and values.ndim > 1 and table.suffix != ".npz":
+            width = flat.shape[1]
+            ends = COMPONENTS.get(k, range(k)) if width == k else range(width)
+            names = tuple(f"{key}_{end}" for end in ends)
+        changes |= {names[0]: values} if len(names) == 1 else dict(zip(names, flat.T, strict=True))
+    return changes
 
 
 def _store(
@@ -269,9 +273,21 @@ def _store(
     ensemble: Ensemble,
     values: Mapping[str, Any],
     aside: Collection[str],
-    left_out: Collection[str],
+    without: Collection[str],
 ) -> None:
-    """Put the calibrated values of a structure in the place of those that it has."""
+    """Put the calibrated values of a structure in the place of those that it has.
+
+    Parameters
+    ----------
+    atoms : Atoms
+        It is changed.
+    ensemble : Ensemble
+        Read from all structures.
+    values : mapping of str to arrays
+        Calibrated values of the structure, or of its atoms, by key.
+    aside, without : collections of str
+        Keys of reference values, which get other names, and keys to leave out.
+    """
     # ASE has read the keys that it knows into a calculator; they belong into the file.
     atoms.info, arrays = with_results(atoms)
     atoms.arrays.update(arrays)
@@ -280,19 +296,13 @@ def _store(
         for key in aside:
             if key in place:
                 place[f"REF_{key}"] = place.pop(key)
-        for key in left_out:
-            for name in ensemble.columns.get(key, (key,)):
-                place.pop(name, None)
+        for key in without:
+            place.pop(key, None)
     place = atoms.arrays if ensemble.per_atom else atoms.info
     for key, rows in values.items():
-        if key in ensemble.columns:
-            names = ensemble.columns[key]
-            parts = [rows] if len(names) == 1 else [rows[:, i] for i in range(len(names))]
-        else:
-            names, parts = (key,), [rows]
-        place.update(
-            {n: r if ensemble.per_atom else r[0] for n, r in zip(names, parts, strict=True)}
-        )
+        names = ensemble.columns.get(key, (key,))
+        parts = [rows] if len(names) == 1 else np.moveaxis(rows, 1, 0)
+        place |= {n: r if ensemble.per_atom else r[0] for n, r in zip(names, parts, strict=True)}
     for key in ("stress", "virial"):
         # ASE reads nine numbers as a matrix, and no other number of them.
         value = np.asarray(atoms.info.get(key, ()))

@@ -35,26 +35,16 @@ from qualms.errors import CalibrationError, InputError, unknown_choice
 from qualms.evaluation import (
     Evaluation,
     check_errors,
+    describe_outliers,
     energy_factor,
     kinds_of,
     per_atom_units,
 )
 from qualms.gp.ensemble import group_codes
-from qualms.metrics import Scores, outlying_points, score_arrays, spearman
+from qualms.metrics import Scores, score_arrays, spearman
 from qualms.prediction import Prediction
 
-N_FOLDS = 5
 Frames: TypeAlias = Sequence[Atoms]
-#: Methods that neglect the sampling error of the ensemble standard deviation need more members.
-_FEW_MEMBERS = 10
-#: A rank correlation below this is negligible.
-_UNCORRELATED = 0.2
-#: Number of outliers that are named.
-_NAMED = 5
-#: Ratio of the sizes of members beyond which their units are suspected to differ.
-_DIFFERENT = 3.0
-#: Constant by which members differ, relative to the quartiles of their deviations, that is large.
-_SHIFTED = 10.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,7 @@ def calibrate_ensemble(
     level : float
         Probability of the confidence intervals.
     seed : int
-        Of the folds.
+        Random seed for the folds.
     on_method : callable, optional
         Called with the number of methods that have been compared.
     """
@@ -144,7 +134,7 @@ def calibrate_ensemble(
         tuple(m for m in methods if N_PARAMETERS[m] < len(points)),
         groups=clusters,
         labels=labels,
-        n_folds=N_FOLDS,
+        n_folds=5,
         seed=seed,
         on_method=on_method,
     )
@@ -312,97 +302,65 @@ def _checks(
         yield f"Only {n_independent} independent points. Calibrate on more points."
     better = {"linear": "student", "power": "shrinkage"}.get(method)
     c = int(np.median(ensemble.count))
-    if ensemble.members is not None and better is not None and c < _FEW_MEMBERS:
+    if ensemble.members is not None and better is not None and c < 10:
         yield (
             f"'{method}' neglects the sampling error of the standard deviation of {c} members, "
             f"and its parameters are biased. Consider '{better}'."
         )
-    yield from _outliers(ensemble, std)
-    yield from _uncorrelated(ensemble, n_independent)
+    z, atom = ensemble.y - ensemble.mean, ensemble.atom if ensemble.per_atom else None
+    yield from describe_outliers(z, std, ensemble.structure, atom, ensemble.component)
+    if n_independent < 5:
+        return
+    # The inverse hyperbolic tangent of a rank correlation has a standard error of 1.03/√(n − 3)
+    # (Fieller, Hartley and Pearson, Biometrika 44, 470 (1957)).
+    rank = spearman(z, ensemble.std)
+    half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
+    low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
+    if high < 0.2:
+        interval = f"{rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
+        yield (
+            "The ensemble standard deviation does not indicate the size of the error "
+            f"(rank correlation {interval}): uncertainties are right on average only."
+        )
 
 
 def _check_data(ensemble: Ensemble, frames: Frames | None) -> list[str]:
     """Return warnings about members, units and bias, with which no calibration is right."""
-    members = [*_members(ensemble)]
-    if members:
-        return members
+    if warnings := _check_members(ensemble):
+        return warnings
     kinds = {}
     if frames is not None:
         atom = ensemble.atom if ensemble.per_atom else None
         kinds = kinds_of(frames, ensemble.structure, atom)
     if ensemble.labels is not None:
-        kinds.setdefault("group", ensemble.labels)
+        kinds["group"] = ensemble.labels
     return check_errors(ensemble.y - ensemble.mean, ensemble.std, ensemble.structure, kinds)
 
 
-def _members(ensemble: Ensemble) -> Iterator[str]:
+def _check_members(ensemble: Ensemble) -> list[str]:
     """Compare the members with each other, and with the reference values."""
     if ensemble.members is None:
-        return
+        return []
     members = ensemble.members
     if ensemble.absent is not None:
         members = np.where(ensemble.absent, members, np.nan)
     equal = np.flatnonzero(np.nanmedian(np.abs(members - ensemble.y[:, None]), axis=0) == 0)
     if equal.size:
-        yield f"The reference values equal those of member {equal[0]}."
+        return [f"The reference values equal those of member {equal[0]}."]
     low, high = np.nanquantile(members, [0.25, 0.75], axis=0)
     sizes = high - low
-    if np.all(sizes > 0) and sizes.max() > _DIFFERENT * sizes.min():
-        # The two groups of members that differ most.
-        order = np.argsort(sizes, kind="stable")
-        split = int(np.argmax(np.diff(np.log(sizes[order])))) + 1
-        small, large = order[:split], order[split:]
-        factor = float(np.median(sizes[large]) / np.median(sizes[small]))
-        few, word = (small, "less") if small.size < large.size else (large, "more")
-        names = ", ".join(map(str, sorted(few.tolist())))
-        yield (
-            f"Members do not agree in their size: values of member {names} vary {factor:.2g} times "
-            f"{word} than those of the others. Are the units the same?"
-        )
-        return
+    if np.all(sizes > 0) and sizes.max() > 3 * sizes.min():
+        ratio = sizes.max() / sizes.min()
+        return [
+            f"Values of member {np.argmax(sizes)} vary {ratio:.2g} times more than those of member "
+            f"{np.argmin(sizes)}. Are the units the same?"
+        ]
     deviations = members - np.nanmedian(members, axis=1, keepdims=True)
     low, middle, high = np.nanquantile(deviations, [0.25, 0.5, 0.75], axis=0)
-    if np.any((high > low) & (np.abs(middle) > _SHIFTED * (high - low))):
+    if np.any((high > low) & (np.abs(middle) > 10 * (high - low))):
         listed = ", ".join(f"{value:+.3g}" for value in middle)
-        yield (
+        return [
             f"Members differ from one another by constants: {listed} from their median. "
             "Do they have the same zero of energy?"
-        )
-
-
-def _outliers(ensemble: Ensemble, std: Float64Array) -> Iterator[str]:
-    """Name points with errors far beyond their standard deviation, such as wrong labels."""
-    errors = np.abs(ensemble.y - ensemble.mean)
-    far = outlying_points(errors, std).tolist()
-    if not far:
-        return
-    places = []
-    for i in far[:_NAMED]:
-        place = f"structure {ensemble.structure[i]}"
-        place += f", atom {ensemble.atom[i]}" if ensemble.per_atom else ""
-        place += "" if ensemble.component is None else f", component {ensemble.component[i]}"
-        places.append(f"{place} ({errors[i] / std[i]:.3g} σ)")
-    more = ", …" if len(far) > _NAMED else ""
-    yield (
-        f"{len(far)} of {ensemble.counted()} may have wrong reference values: "
-        f"{', '.join(places)}{more}. (Counted from 0.)"
-    )
-
-
-def _uncorrelated(ensemble: Ensemble, n_independent: int) -> Iterator[str]:
-    """Check whether the ensemble standard deviation is correlated with the size of errors.
-
-    The inverse hyperbolic tangent of a rank correlation has a standard error of about 1.03/√(n − 3)
-    (Fieller, Hartley and Pearson, Biometrika 44, 470 (1957)).
-    """
-    if n_independent < 5:
-        return
-    rank = spearman(ensemble.y - ensemble.mean, ensemble.std)
-    half = 1.96 * 1.03 / np.sqrt(n_independent - 3)
-    low, high = np.tanh(np.arctanh(np.clip(rank, -0.999, 0.999)) + np.array([-half, half]))
-    found = f"rank correlation {rank:.2f}, between {low:.2f} and {high:.2f}".replace("-", "−")
-    if high < _UNCORRELATED:
-        yield (
-            "The ensemble standard deviation does not indicate the size of the error "
-            f"({found}): uncertainties are right on average only."
-        )
+        ]
+    return []

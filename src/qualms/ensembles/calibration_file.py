@@ -20,8 +20,6 @@ from qualms.errors import InputError, QualmsError
 from qualms.io.files import atomic_output, check_input
 
 VERSION = 2
-#: Bytes of the largest file.
-_LARGEST_FILE = 10_000_000
 #: JSON has no NaN or infinity; bounds reject numbers whose squares would overflow.
 _Finite = Annotated[float, Field(ge=-1e100, le=1e100)]
 _Positive = Annotated[float, Field(ge=1e-100, le=1e100)]
@@ -124,7 +122,18 @@ class CalibrationDocument(BaseModel):
 def make_document(
     calibrated: Calibrated, ensemble: Ensemble, by: str | None, units: str = ""
 ) -> CalibrationDocument:
-    """Return the document of a calibration."""
+    """Return the document of a calibration.
+
+    Parameters
+    ----------
+    calibrated : Calibrated
+    ensemble : Ensemble
+        The predictions that were calibrated, as they were read.
+    by : str, optional
+        Key of the groups.
+    units : str
+        Units of the predictions.
+    """
     calibration, grouped = calibrated.calibration, calibrated.grouped
     names = ("alpha", "gamma")[: calibration.n_parameters]
     intervals = {name: getattr(calibrated.intervals, name) for name in names}
@@ -154,7 +163,15 @@ def make_document(
 def write_calibration(
     document: CalibrationDocument, path: str | Path, *, force: bool = False
 ) -> None:
-    """Write a calibration, completely or not at all."""
+    """Write a calibration, completely or not at all.
+
+    Parameters
+    ----------
+    document : CalibrationDocument
+    path : path
+    force : bool
+        Whether an existing file may be replaced.
+    """
     with atomic_output(path, force=force, mode="w") as file:
         file.write(document.model_dump_json(indent=2) + "\n")
 
@@ -164,9 +181,9 @@ def read_calibration(path: str | Path) -> CalibrationDocument:
     remedy = ""
     try:
         with check_input(path).open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise ValueError(f"more than {_LARGEST_FILE / 1e6:g} MB")
+            content = file.read(10_000_001)
+        if len(content) > 10_000_000:
+            raise ValueError("more than 10 MB")
         json.loads(content, object_pairs_hook=_unique)
         return CalibrationDocument.model_validate_json(content)
     except InputError:
@@ -184,7 +201,6 @@ def read_calibration(path: str | Path) -> CalibrationDocument:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, if no key is there twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    if len({key for key, _ in pairs}) < len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return dict(pairs)

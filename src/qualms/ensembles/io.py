@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from ase import Atoms
@@ -28,7 +31,7 @@ from qualms.calibration.vectors import (
 from qualms.errors import InputError, counted, did_you_mean, unknown_choice
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output, check_input
-from qualms.io.predictions import EXTRAPOLATES, write_npz
+from qualms.io.predictions import EXTRAPOLATES, write_csv, write_npz
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -40,14 +43,6 @@ COMPONENTS: dict[int, tuple[str, ...]] = {
     6: ("xx", "yy", "zz", "yz", "xz", "xy"),
     9: ("xx", "xy", "xz", "yx", "yy", "yz", "zx", "zy", "zz"),
 }
-
-
-class Pooled(NamedTuple):
-    """What a calibration of n points is applied to: σ is `share` times that of `std`."""
-
-    std: Float64Array  #: (n,): standard deviations, of whole vectors if they are pooled
-    n_members: IntArray  #: (n,): numbers of members whose standard deviations are as accurate
-    share: Float64Array  #: (n,)
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Ensemble:
     shape, member_shape, order : tuples of int, str or None
         Shapes of the stored value and members of one structure or atom; order of the members.
     columns : mapping of str to tuple of str
-        The keys, or columns, that the values of a key were joined from.
+        The keys, or columns, of the first file that the values of a key were read from.
     stored_mean, uncertainties : (n,) array or None, tuple of str
         Values under the name of the target itself; keys of stored uncertainties.
     remarks : tuple of str
@@ -136,19 +131,31 @@ class Ensemble:
 
     def some(self, chosen: BoolArray) -> Ensemble:
         """Return the chosen points."""
-        arrays = {n: a for n, a in vars(self).items() if isinstance(a, np.ndarray)}
-        some: dict[str, Any] = {name: array[chosen] for name, array in arrays.items()}
-        return replace(self, **some)
+        arrays: dict[str, Any] = {
+            name: array[chosen]
+            for name, array in vars(self).items()
+            if isinstance(array, np.ndarray)
+        }
+        return replace(self, **arrays)
 
-    def pooled(self, isotropy: float | None) -> Pooled:
+    def pooled(self, isotropy: float | None) -> tuple[Float64Array, IntArray, Float64Array]:
         """Return standard deviations of whole vectors; those of the points themselves for None.
 
-        The isotropy is that of `qualms.calibration.vectors.component_share`. A vector has more
-        degrees of freedom than a component, as if there were more members. Components on which all
-        members agree, because of symmetry, have no share.
+        The isotropy is that of `qualms.calibration.vectors.component_share`.
+
+        Returns
+        -------
+        std : (n,) array
+            Ensemble standard deviations that a calibration is applied to.
+        count : (n,) array of int
+            Numbers of members with standard deviations as accurate: a vector has more degrees of
+            freedom than a component, as if there were more members.
+        share : (n,) array
+            σ of a point relative to that of its vector; 0 for components on which all members
+            agree, because of symmetry.
         """
         if isotropy is None or self.vector_std is None or self.component is None:
-            return Pooled(self.std, self.count, np.ones(len(self)))
+            return self.std, self.count, np.ones(len(self))
         m = MULTIPLICITY[self.n_components]
         share = component_share(
             self.std, self.vector_std, isotropy, m[self.component] / m.mean()
@@ -156,20 +163,20 @@ class Ensemble:
         count = self.count
         if self.members is not None:
             count = 1 + INDEPENDENT_COMPONENTS * (count - 1)
-        return Pooled(self.vector_std, count, share)
+        return self.vector_std, count, share
 
     def unusable(self) -> dict[str, BoolArray]:
         """Return, by reason, which points have no mean and standard deviation."""
         whole = self.std if self.vector_std is None else self.vector_std
-        known = np.isfinite(self.mean + self.std + whole)
+        lacking = ~np.isfinite(self.mean + self.std + whole)
         if self.members is None:
-            return {"with NaN or infinite predictions": ~known}
+            return {"with NaN or infinite predictions": lacking}
         which = "" if self.absent is None else "out-of-bag "
-        return {f"with fewer than {MIN_ABSENT} finite {which}members": ~known}
+        return {f"with fewer than {MIN_ABSENT} finite {which}members": lacking}
 
 
 def read_ensemble(
-    source: str | Path | Source | Sequence[Source],
+    source: str | Path | Sequence[Source],
     target: str,
     reference: str | None = None,
     *,
@@ -185,11 +192,12 @@ def read_ensemble(
 
     Parameters
     ----------
-    source : path, result of `read_source`, or sequence of such results
+    source : path, or sequence of results of `read_source`
         Keys are those of structures, or columns of tables. Keys ``{key}_0``, ``{key}_1``, … or
         ``{key}_x``, ``{key}_y``, ``{key}_z`` belong together; ``{target}_0``, … without others are
         members of a scalar. Several sources have the same rows in the same order: their values
-        under ``{target}``, or of `members`, are members, and other keys add to those of the first.
+        under ``{target}``, or the one of `members`, are members, and other keys add to those of the
+        first.
     target : str
         Name of the property: members under ``{target}_ensemble`` or ``{target}_comm``, or a value
         under ``{target}`` with ``{target}_uncertainty``, ``_std``, or ``_var`` for a variance.
@@ -215,11 +223,21 @@ def read_ensemble(
     if members is not None and std is not None:
         message = "`members` and `std` exclude each other: give members or a standard deviation."
         raise InputError(message, parameter="members")
-    sources = _sources(source)
-    reference = reference or f"REF_{target}"
-    names = _Names(target, members, mean, std, (reference, *(k for k in (absent, by) if k)))
+    sources = [read_source(source)] if isinstance(source, (str, Path)) else [*source]
     _check_same_structures(sources)
-    rows = _merged([names.rows(one) for one in sources], names)
+    reference = reference or f"REF_{target}"
+    others = [key for key in (reference, absent, by) if key]
+    find = partial(_find, target=target, members=members, mean=mean, std=std, others=others)
+    files = [
+        _table_rows(file, find) if isinstance(file, Table) else _frame_rows(file, find, target)
+        for file in sources
+    ]
+    rows = files[0] if len(files) == 1 else _merged(files, target, reference)
+    if members and not any(fnmatchcase(name, members) for name in rows.keys):
+        raise rows.unknown("members", members, "predictions")
+    for parameter, name in (("mean", mean), ("std", std)):
+        if name and name not in rows.keys:
+            raise rows.unknown(parameter, name, "predictions")
     key, n = rows.predicted(target), len(rows.structure)
     if reference in rows.arrays:
         y = rows.numbers(reference)
@@ -270,6 +288,9 @@ def read_ensemble(
                 "by component (m0x m1x … m0y …), use --order component; --order member confirms "
                 "the order.",
             )
+    extrapolates = None
+    if EXTRAPOLATES in rows.arrays:
+        extrapolates = np.repeat(rows.numbers(EXTRAPOLATES) > 0, k)
     return Ensemble(
         target=target,
         key=key,
@@ -286,9 +307,7 @@ def read_ensemble(
         per_atom=rows.symbols is not None,
         labels=None if by is None else np.repeat(_labels(rows, by), k),
         sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
-        extrapolates=np.repeat(rows.numbers(EXTRAPOLATES) > 0, k)
-        if EXTRAPOLATES in rows.arrays
-        else None,
+        extrapolates=extrapolates,
         shape=shape,
         member_shape=member_shape,
         order=member_order,
@@ -297,15 +316,6 @@ def read_ensemble(
         uncertainties=tuple(uncertainties),
         remarks=tuple(remarks),
     )
-
-
-def _sources(given: str | Path | Source | Sequence[Source]) -> list[Source]:
-    if isinstance(given, (str, Path)):
-        return [read_source(given)]
-    if isinstance(given, Table):
-        return [given]
-    found: list[Any] = [*given]
-    return [found] if isinstance(found[0], Atoms) else found
 
 
 def _member_order(
@@ -331,7 +341,8 @@ def _member_order(
             f"of vectors belong into the columns {key}_0, …",
             parameter=target,
         )
-    if len(fits) == 1 or key in rows.stacked:
+    if len(fits) == 1 or (len(inner) > 1 and len(rows.columns.get(key, ())) != 1):
+        # Members that were joined, from several keys or files, are on the second axis.
         return fits[0], False
     return "component" if order == "component" else "member", order is None
 
@@ -394,39 +405,38 @@ def _labels(rows: _Rows, by: str) -> StrArray:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Arrays by key, with a row for each structure or atom.
+    """Values of files, with a row for each structure or atom.
 
-    `symbols` are elements, if rows are atoms; `sizes` are numbers of atoms of their structures;
-    `keys` are all keys of the file; `columns` are the keys that an array was joined from. The
-    members in `stacked` arrays are on the second axis.
+    `arrays` are those that are read, by key, and `columns` the keys, or columns, that each was
+    joined from: see `_find`. `keys` are all keys of the files. `symbols` are elements, if rows are
+    atoms, and `sizes` numbers of atoms of their structures.
     """
 
     arrays: dict[str, Any]
+    columns: dict[str, tuple[str, ...]]
+    keys: Collection[str]
     structure: IntArray
     atom: IntArray
     symbols: StrArray | None
     sizes: IntArray | None
-    keys: Collection[str]
-    columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    stacked: Collection[str] = ()
 
     def predicted(self, target: str) -> str:
         """Return the key of the members, or else of the uncertainties."""
         keys = predicted_keys(target)
         usable = keys if target in self.arrays else keys[: len(MEMBERS)]
-        found = next((key for key in usable if key in self.arrays), None)
-        if found is None:
-            raise InputError(
-                f"There are no predictions of {target!r}: they are read from {', '.join(keys)} "
-                f"(uncertainties with {target} beside them), or {target}_0, … {self.known()}"
-                f"{did_you_mean(target, self.keys)}",
-                parameter="target",
-            )
-        return found
+        for key in usable:
+            if key in self.arrays:
+                return key
+        raise InputError(
+            f"There are no predictions of {target!r}: they are read from {', '.join(keys)} "
+            f"(uncertainties with {target} beside them), or {target}_0, … {self.listed()}"
+            f"{did_you_mean(target, self.keys)}",
+            parameter="target",
+        )
 
     def unknown(self, parameter: str, key: str, what: str) -> InputError:
         """Return the error of a key that the file does not have."""
-        message = f"There are no {what} under {key!r}. {self.known()}"
+        message = f"There are no {what} under {key!r}. {self.listed()}"
         return InputError(message + did_you_mean(key, self.keys), parameter=parameter)
 
     def numbers(self, key: str) -> Float64Array:
@@ -443,7 +453,7 @@ class _Rows:
             raise InputError(message, parameter=key)
         return numbers
 
-    def known(self) -> str:
+    def listed(self) -> str:
         """Return a sentence with all keys of the file."""
         return f"The file has: {', '.join(sorted(self.keys)) or 'no keys'}."
 
@@ -453,123 +463,85 @@ def predicted_keys(target: str) -> list[str]:
     return [f"{target}{suffix}" for suffix in (*MEMBERS, *UNCERTAINTIES)]
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Where predictions are, as given to `read_ensemble`; `others` are further keys to read."""
-
-    target: str
-    members: str | None
-    mean: str | None
-    std: str | None
-    others: tuple[str, ...]
-
-    @property
-    def stems(self) -> list[str]:
-        """Keys of values, or of numbered parts of values."""
-        named = [name for name in (self.mean, self.std) if name is not None]
-        read = [self.target, *predicted_keys(self.target), f"{self.target}_absent", EXTRAPOLATES]
-        return list(dict.fromkeys([*self.others, *named, *read]))
-
-    def is_member(self, key: str) -> bool:
-        """Whether the pattern of members matches a key."""
-        return bool(self.members) and fnmatchcase(key, str(self.members)) and key not in self.others
-
-    def is_read(self, key: str) -> bool:
-        """Whether a key, perhaps numbered, is read."""
-        return self.is_member(key) or not {key, _stem(key)}.isdisjoint(self.stems)
-
-    def is_predicted(self, key: str) -> bool:
-        """Whether a key, perhaps numbered, is that of predictions."""
-        keys = {*predicted_keys(self.target), self.mean, self.std}
-        numbered = _stem(key) != key and _stem(key) in {*keys, self.target}
-        return self.is_member(key) or key in keys or numbered
-
-    def join(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-        """Return arrays by the keys that are read, and the keys that they were joined from."""
-        arrays: dict[str, Any] = {}
-        joined: dict[str, tuple[str, ...]] = {}
-
-        def add(key: str, names: Sequence[str]) -> None:
-            parts = [found[name] for name in names]
-            shapes = {np.shape(part) for part in parts}
-            if len(shapes) > 1:
-                listed = " and ".join(map(str, sorted(shapes)))
-                message = f"{', '.join(names)} must have one shape; they have {listed}."
-                raise InputError(message, parameter=key)
-            arrays[key] = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
-            joined[key] = tuple(names)
-
-        for key in self.stems:
-            if key in found:
-                arrays[key] = found[key]
-            elif names := _numbered(found, key) or _named(found, key):
-                add(key, names)
-        members: Sequence[str] = sorted(filter(self.is_member, found), key=_natural)
-        if not self.members and not any(key in arrays for key in predicted_keys(self.target)):
-            members = _numbered(found, self.target)
-        if self.std is not None or members:
-            for key in predicted_keys(self.target):
-                arrays.pop(key, None)
-                joined.pop(key, None)
-        if members:
-            if joined.get(self.target, ()) == _numbered(found, self.target) != ():
-                # These are members, not components.
-                del joined[self.target], arrays[self.target]
-            add(f"{self.target}{MEMBERS[0]}", members)
-        for key, name in ((self.target, self.mean), (f"{self.target}_std", self.std)):
-            if name is not None and name in found:
-                add(key, [name])
-        return arrays, joined
-
-    def rows(self, source: Source) -> _Rows:
-        """Return the values of all structures or atoms."""
-        if isinstance(source, Table):
-            return _table_rows(source, self)
-        return _frame_rows(source, self)
+#: Finds the keys, or columns, among those of a file that the values of each key are joined from.
+_Find = Callable[[Collection[str]], dict[str, tuple[str, ...]]]
 
 
-def _merged(found: Sequence[_Rows], names: _Names) -> _Rows:
-    """Join files with the same rows: their predictions are members; other keys are added."""
-    first, *others = found
-    keys = {key for rows in found for key in rows.keys}
-    for asked, name in (("members", names.members), ("mean_column", names.mean)):
-        if name and not any(fnmatchcase(key, name) for key in keys):
-            raise first.unknown(asked, name, "predictions")
-    if names.std is not None and names.std not in keys:
-        raise first.unknown("std_column", names.std, "standard deviations")
-    if not others:
-        return first
-    key = f"{names.target}{MEMBERS[0]}"
+def _find(
+    names: Collection[str],
+    *,
+    target: str,
+    members: str | None,
+    mean: str | None,
+    std: str | None,
+    others: Sequence[str],
+) -> dict[str, tuple[str, ...]]:
+    """Return the names in a file that the values of each key that is read are joined from.
+
+    Parameters are those of `read_ensemble`; `others` are further keys to read.
+    """
+    columns: dict[str, tuple[str, ...]] = {}
+    predicted = predicted_keys(target)
+    for key in (*others, target, *predicted, f"{target}_absent", EXTRAPOLATES):
+        parts = (key,) if key in names else _numbered(names, key) or _components(names, key)
+        if parts:
+            columns[key] = parts
+    joined: tuple[str, ...] = ()
+    if members:
+        matching = (n for n in names if fnmatchcase(n, members) and n not in others)
+        joined = tuple(sorted(matching, key=_natural))
+    elif columns.keys().isdisjoint(predicted):
+        joined = _numbered(names, target)
+    if joined or std is not None:
+        columns = {key: parts for key, parts in columns.items() if key not in predicted}
+    if joined:
+        if columns.get(target) == joined:  # these are members, not components
+            del columns[target]
+        columns[f"{target}{MEMBERS[0]}"] = joined
+    for key, name in ((target, mean), (f"{target}_std", std)):
+        if name is not None and name in names:
+            columns[key] = (name,)
+    return columns
+
+
+def _joined(parts: Sequence[Any], names: Sequence[str]) -> Any:
+    """Return an array, or several of one shape on a new second axis."""
+    shapes = {part.shape for part in parts}
+    if len(shapes) > 1:
+        listed = " and ".join(map(str, sorted(shapes)))
+        message = f"{', '.join(names)} must have one shape; they have {listed}."
+        raise InputError(message, parameter=names[0])
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+
+
+def _merged(files: Sequence[_Rows], target: str, reference: str) -> _Rows:
+    """Join files with the same rows: each has a member, or adds other keys."""
+    key, first = f"{target}{MEMBERS[0]}", files[0]
     arrays: dict[str, Any] = {}
+    columns: dict[str, tuple[str, ...]] = {}
     parts: list[Float64Array] = []
-    for i, rows in enumerate(found, 1):
-        before = len(parts), len(arrays)
-        arrays = rows.arrays | arrays
-        if key in rows.arrays:
-            one_member = names.members and len(rows.columns.get(key, ())) == 1
-            parts.append(rows.numbers(key)[:, None] if one_member else rows.numbers(key))
-        elif names.target in rows.arrays and names.target not in names.others:
-            parts.append(rows.numbers(names.target)[:, None])
-        if before == (len(parts), len(arrays)):
-            message = f"File {i} adds no predictions of {names.target!r}, and nothing else."
-            raise InputError(f"{message} {rows.known()}", parameter="predictions")
+    for i, rows in enumerate(files, 1):
         if len(rows.structure) != len(first.structure):
             raise InputError(
                 f"File {i} has {len(rows.structure)} rows, and the first {len(first.structure)}. "
                 "All files must have the same rows in the same order.",
                 parameter="predictions",
             )
-    columns, stacked = dict(first.columns), first.stacked
+        if key in rows.arrays:
+            parts.append(rows.numbers(key))
+        elif target in rows.arrays and target != reference:
+            parts.append(rows.numbers(target))
+        elif rows.arrays.keys() <= arrays.keys():
+            message = f"File {i} adds no predictions of {target!r}, and nothing else."
+            raise InputError(f"{message} {rows.listed()}", parameter="predictions")
+        arrays, columns = rows.arrays | arrays, rows.columns | columns
     if len(parts) > 1:
-        arrays.pop(names.target, None)
-        columns = {k: v for k, v in columns.items() if k not in (key, names.target)}
-        try:
-            arrays[key], stacked = np.concatenate(parts, axis=1), (key,)
-        except ValueError:
-            listed = " and ".join(str(part.shape[2:]) for part in parts)
-            message = f"Values of {names.target} have different shapes in the files: {listed}."
-            raise InputError(message, parameter="predictions") from None
-    return replace(first, arrays=arrays, columns=columns, keys=keys, stacked=stacked)
+        for name in (key, target):
+            arrays.pop(name, None)
+            columns.pop(name, None)
+        arrays[key] = _joined(parts, [target])
+    keys = {name for rows in files for name in rows.keys}
+    return replace(first, arrays=arrays, columns=columns, keys=keys)
 
 
 def _check_same_structures(sources: Sequence[Source]) -> None:
@@ -603,47 +575,67 @@ def with_results(atoms: Atoms) -> tuple[dict[str, Any], dict[str, Any]]:
     return info, arrays
 
 
-def _frame_rows(frames: Sequence[Atoms], names: _Names) -> _Rows:
-    """Collect the values of all structures; NaN, or no label, where a structure has none."""
-    found = [with_results(atoms) for atoms in frames]
-    keys = {key: None for pair in found for part in pair for key in part}
-    predicted = [key for key in keys if names.is_predicted(key)] or [names.target]
-    per_atom = any(key in arrays for _, arrays in found for key in predicted)
+def _frame_rows(frames: Sequence[Atoms], find: _Find, target: str) -> _Rows:
+    """Collect the values of all structures, or of their atoms if atoms have predictions."""
+    values = [with_results(atoms) for atoms in frames]
+    of_structures = {key: None for info, _ in values for key in info}
+    of_atoms = {key: None for _, arrays in values for key in arrays}
+    columns = find(of_structures | of_atoms)
+    predicted = [name for key in predicted_keys(target) for name in columns.get(key, ())]
+    per_atom = not of_atoms.keys().isdisjoint(predicted or columns.get(target, ()))
+    columns = find(of_structures | of_atoms if per_atom else of_structures)
     counts = [len(atoms) if per_atom else 1 for atoms in frames]
-    collected = {}
-    for key in keys:
-        if not names.is_read(key):
-            continue
-        parts: list[Any] = []
-        for (info, arrays), n in zip(found, counts, strict=True):
-            if per_atom and key in arrays:
-                parts.append(np.asarray(arrays[key]))
-            else:
-                parts.append(np.repeat(np.asarray(info[key])[None], n, 0) if key in info else None)
-        known = [part for part in parts if part is not None]
-        shapes = {part.shape[1:] for part in known}
-        if len(shapes) > 1:
-            listed = " and ".join(map(str, sorted(shapes)))
-            message = f"{key} must have one shape in all structures; it has {listed}."
-            raise InputError(message, parameter=key)
-        if known:
-            missing: Any = "" if any(part.dtype.kind in "US" for part in known) else np.nan
-            collected[key] = np.concatenate(
-                [
-                    np.full((n, *known[0].shape[1:]), missing) if part is None else part
-                    for part, n in zip(parts, counts, strict=True)
-                ]
-            )
-    arrays, joined = names.join(collected)
+    arrays = {
+        key: _joined([_frame_column(n, values, counts, per_atom) for n in names], names)
+        for key, names in columns.items()
+    }
     return _Rows(
         arrays,
+        columns,
+        (of_structures | of_atoms).keys() - {"numbers", "positions"},
         np.repeat(np.arange(len(frames)), counts),
         np.concatenate([np.arange(n) for n in counts]),
         np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None,
         np.repeat([len(atoms) for atoms in frames], counts),
-        {*keys} - {"numbers", "positions"},
-        joined,
-        [key for key in joined if arrays[key].ndim > 2],
+    )
+
+
+def _frame_column(
+    key: str,
+    values: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    counts: Sequence[int],
+    per_atom: bool,
+) -> Any:
+    """Return the values of a key; NaN, or no label, where a structure has none.
+
+    Parameters
+    ----------
+    key : str
+    values : sequence of pairs of dicts
+        ``info`` and ``arrays`` of each structure.
+    counts : sequence of int
+        Rows of each structure.
+    per_atom : bool
+        Whether rows are atoms; all atoms of a structure have its values in ``info``.
+    """
+    parts: list[Any] = []
+    for (info, arrays), n in zip(values, counts, strict=True):
+        if per_atom and key in arrays:
+            parts.append(np.asarray(arrays[key]))
+        else:
+            parts.append(np.repeat(np.asarray(info[key])[None], n, 0) if key in info else None)
+    present = [part for part in parts if part is not None]
+    shapes = {part.shape[1:] for part in present}
+    if len(shapes) > 1:
+        listed = " and ".join(map(str, sorted(shapes)))
+        message = f"{key} must have one shape in all structures; it has {listed}."
+        raise InputError(message, parameter=key)
+    missing: Any = "" if any(part.dtype.kind in "US" for part in present) else np.nan
+    return np.concatenate(
+        [
+            np.full((n, *present[0].shape[1:]), missing) if part is None else part
+            for part, n in zip(parts, counts, strict=True)
+        ]
     )
 
 
@@ -654,12 +646,12 @@ def _frame_rows(frames: Sequence[Atoms], names: _Names) -> _Rows:
 class Table:
     """A table: CSV, Parquet, or arrays (NPZ, NPY, JSON), which are written as NPZ.
 
-    `content` is a data frame, of text for CSV so that it can be written back unchanged, or a dict
-    of arrays; `columns` are arrays by name.
+    `content` has columns as they are written again: text (CSV), those of pyarrow, or arrays.
+    `columns` are arrays by name.
     """
 
     suffix: str
-    content: Any
+    content: dict[str, Any]
     columns: dict[str, Any]
     separator: str = ","
 
@@ -671,33 +663,42 @@ class Table:
         without: Collection[str] = (),
         force: bool = False,
     ) -> None:
-        """Write the table in the same format with columns changed, added (last) or left out."""
+        """Write the table in the same format with columns changed, added (last) or left out.
+
+        Parameters
+        ----------
+        path : path
+        changes : mapping of str to (n, …) arrays, or to columns of `content`
+        without : collection of str
+            Columns to leave out.
+        force : bool
+            Whether an existing file may be replaced.
+        """
+        content = {name: self.content[name] for name in self.content if name not in without}
+        content |= changes
         with atomic_output(path, force=force) as stream:
             if self.suffix == ".npz":
-                kept = {name: self.content[name] for name in self.content if name not in without}
-                write_npz(stream, kept | dict(changes))
-                return
-            frame = self.content.drop(columns=[*without]).assign(**changes)
-            if self.suffix in _TEXT:
-                frame.to_csv(stream, sep=self.separator, index=False, lineterminator="\n")
+                write_npz(stream, content)
+            elif self.suffix == ".parquet":
+                import pyarrow.parquet
+
+                pyarrow.parquet.write_table(pyarrow.table(content), stream)
             else:
-                frame.to_parquet(stream)
+                write_csv(stream, content, separator=self.separator)
 
 
 #: Contents of a file: structures, or the columns of a table.
 Source = list[Atoms] | Table
 
-
-_TEXT, _ARRAYS = (".csv", ".tsv"), (".npz", ".npy", ".json")
-TABLES = (*_TEXT, *_ARRAYS, ".parquet")
+TABLES = (".csv", ".tsv", ".npz", ".npy", ".json", ".parquet")
 
 
 def read_source(path: str | Path) -> Source:
     """Read a whole file: extended XYZ, or any other format of ASE, or a table.
 
     Tables are ``.csv`` or ``.tsv`` with commas, semicolons or tabs, ``.parquet``, ``.npz``,
-    ``.npy`` (one array, whose name is that of the file, or named fields) and ``.json`` (an object
-    of lists, a list of objects, or one list as in ``.npy``).
+    ``.npy`` (one array, whose name is that of the file) and ``.json`` (an object of lists, a list
+    of objects, or one list as in ``.npy``).
     """
     file = Path(path)
     suffix = file.suffix.lower()
@@ -705,21 +706,16 @@ def read_source(path: str | Path) -> Source:
         return read_frames(path)
     check_input(file)
     try:
-        if suffix in _TEXT:
+        if suffix in (".csv", ".tsv"):
             table = _read_text(file, suffix)
         elif suffix == ".parquet":
             table = _read_parquet(file)
         else:
             arrays = _read_json(file) if suffix == ".json" else _read_arrays(file)
-            if arrays is None:
-                return read_frames(path)
             table = Table(".npz", arrays, {name: a for name, a in arrays.items() if a.ndim})
     except ImportError:
-        raise InputError(
-            f"Reading {str(file)!r} needs pandas and pyarrow: pip install 'qualms[tables]'. Files "
-            ".xyz and .npz are read without.",
-            parameter="path",
-        ) from None
+        message = f"Reading {str(file)!r} needs pyarrow: pip install 'qualms[tables]'."
+        raise InputError(message, parameter="path") from None
     except Exception as error:
         # Readers of damaged files raise anything.
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
@@ -733,17 +729,13 @@ def read_source(path: str | Path) -> Source:
 def _read_arrays(file: Path) -> dict[str, Any]:
     loaded = np.load(file, allow_pickle=False)
     if isinstance(loaded, np.ndarray):
-        fields = loaded.dtype.names
-        return {n: loaded[n] for n in fields} if fields else {file.stem: loaded}
+        return {file.stem: loaded}
     with loaded as archive:
         return dict(archive)
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
-    """Return arrays by name; None for structures, as ASE writes them."""
+def _read_json(file: Path) -> dict[str, Any]:
     content = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and "ids" in content:
-        return None
     if isinstance(content, list) and all(isinstance(row, dict) for row in content):
         names = dict.fromkeys(name for row in content for name in row)
         content = {name: [row.get(name) for row in content] for name in names}
@@ -753,39 +745,41 @@ def _read_json(file: Path) -> dict[str, Any] | None:
         raise ValueError("neither lists nor objects of lists")
     arrays = {}
     for name, values in content.items():
-        array = np.array(values)
-        if array.dtype.kind not in "biuf":
+        arrays[name] = np.array(values)
+        if arrays[name].dtype.kind not in "biuf":
             try:
-                array = np.array(values, dtype=float)  # null is NaN
+                arrays[name] = np.array(values, dtype=float)  # null is NaN
             except (TypeError, ValueError):
-                array = np.array(values, dtype=str)
-        arrays[name] = array
+                arrays[name] = np.array(values, dtype=str)
     return arrays
 
 
 def _read_text(file: Path, suffix: str) -> Table:
-    import pandas
-
-    with file.open(encoding="utf-8") as stream:
-        header = stream.readline()
-    separator = max(",;\t", key=header.count)
-    content = pandas.read_csv(file, sep=separator, dtype=str, keep_default_na=False).fillna("")
-    if not isinstance(content.index, pandas.RangeIndex):
-        raise ValueError("rows have more cells than the header")
-    columns = {name: _parsed(column.tolist(), separator) for name, column in content.items()}
+    text = file.read_bytes().decode("utf-8-sig")
+    separator = max(",;\t", key=text.partition("\n")[0].count)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    header, *rows = filter(None, lines)
+    if any(len(row) != len(header) for row in rows):
+        raise ValueError("rows have other numbers of cells than the header")
+    if len({*header}) < len(header):
+        raise ValueError("columns have the same name")
+    content = dict(zip(header, map(list, zip(*rows, strict=True)), strict=False))
+    columns = {name: _parsed(cells, separator) for name, cells in content.items()}
     return Table(suffix, content, columns, separator)
 
 
 def _read_parquet(file: Path) -> Table:
-    import pandas
+    from pyarrow import parquet, types
 
-    content, columns = pandas.read_parquet(file, dtype_backend="pyarrow"), {}
+    table, columns = parquet.read_table(file), {}
+    content = {name: table.column(name) for name in table.column_names}
     for name, column in content.items():
-        if column.dtype.kind not in "biuf":
-            columns[name] = np.array([*map(str, column)], dtype=str)
-        else:
-            missing = {"dtype": float, "na_value": np.nan} if column.hasnans else {}
-            columns[name] = column.to_numpy(**missing)
+        numeric = (types.is_integer, types.is_floating, types.is_boolean)
+        if not any(is_type(column.type) for is_type in numeric):
+            columns[name] = np.array([*map(str, column.to_pylist())], dtype=str)
+        else:  # null is NaN
+            numbers = column.cast("float64", safe=False) if column.null_count else column
+            columns[name] = numbers.to_numpy()
     return Table(".parquet", content, columns)
 
 
@@ -793,50 +787,47 @@ def _parsed(cells: list[str], separator: str) -> Any:
     """Return cells as integers or floats, empty ones as NaN; or else as text."""
     words = {"true": "1", "false": "0", "": "nan", "na": "nan", "none": "nan", "null": "nan"}
     numbers = [words.get(cell.strip().lower(), cell) for cell in cells]
-    decimal_points = [] if separator == "," else [cell.replace(",", ".") for cell in numbers]
-    for kind, given in ((int, numbers), (float, numbers), (float, decimal_points)):
-        with contextlib.suppress(ValueError):
-            if given:
-                return np.array([*map(kind, given)])
+    with contextlib.suppress(ValueError):
+        return np.array([*map(int, numbers)])
+    if separator != ",":
+        numbers = [cell.replace(",", ".") for cell in numbers]
+    with contextlib.suppress(ValueError):
+        return np.array([*map(float, numbers)])
     return np.array(cells, dtype=str)
 
 
-def _table_rows(table: Table, names: _Names) -> _Rows:
+def _table_rows(table: Table, find: _Find) -> _Rows:
     """Join columns that belong together, and find the structure and the atom of each row."""
-    columns = table.columns
-    arrays, joined = names.join(columns)
+    columns = find(table.columns)
+    arrays = {
+        key: _joined([table.columns[name] for name in names], names)
+        for key, names in columns.items()
+    }
     n = len(next(iter(arrays.values()), ()))
-    found = {name: c for name, c in columns.items() if c.shape == (n,)}
-    structure = found.get("structure", found.get("index", np.arange(n)))
+    labels = {name: column for name, column in table.columns.items() if column.shape == (n,)}
+    structure = labels.get("structure", labels.get("index", np.arange(n)))
     if structure.dtype.kind not in "iu":
         structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
-    atom = found.get("atom", np.zeros(n, dtype=int))
-    sizes = found.get("n_atoms")
-    stacked = [key for key in joined if arrays[key].ndim > 2]
-    return _Rows(arrays, structure, atom, found.get("symbol"), sizes, columns, joined, stacked)
+    atom = labels.get("atom", np.zeros(n, dtype=int))
+    symbols, sizes = labels.get("symbol"), labels.get("n_atoms")
+    return _Rows(arrays, columns, table.columns, structure, atom, symbols, sizes)
 
 
-def _numbered(columns: Collection[str], stem: str) -> tuple[str, ...]:
-    """Return the numbered columns ``{stem}_0``, ``{stem}_1`` and so on."""
-    found = {re.fullmatch(re.escape(stem) + r"_(\d+)", name): name for name in columns}
-    matches = sorted((match for match in found if match), key=lambda match: int(match[1]))
-    return tuple(found[match] for match in matches)
+def _numbered(names: Collection[str], stem: str) -> tuple[str, ...]:
+    """Return ``{stem}_0``, ``{stem}_1`` and so on, as far as they are among the names."""
+    number = re.compile(re.escape(stem) + r"_\d+")
+    return tuple(sorted(filter(number.fullmatch, names), key=_natural))
 
 
-def _stem(name: str) -> str:
-    """Return a name without the number at its end."""
-    return re.sub(r"_\d+$", "", name)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural(name: str) -> list[Any]:
     """Return a sorting key with which a2 comes before a10."""
-    return [(int(part or 0) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
+    return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", name))]
 
 
-def _named(columns: Collection[str], stem: str) -> tuple[str, ...]:
-    """Return the columns ``{stem}_x``, ``{stem}_y``, …, or those of a tensor."""
-    for names in reversed(COMPONENTS.values()):
-        found = tuple(f"{stem}_{name}" for name in names)
-        if all(name in columns for name in found):
-            return found
+def _components(names: Collection[str], stem: str) -> tuple[str, ...]:
+    """Return ``{stem}_x``, ``{stem}_y``, …, or those of a tensor, if all are among the names."""
+    for components in reversed(COMPONENTS.values()):
+        parts = tuple(f"{stem}_{component}" for component in components)
+        if all(part in names for part in parts):
+            return parts
     return ()

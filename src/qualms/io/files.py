@@ -159,7 +159,13 @@ def atomic_output(
 ) -> Iterator[IO[Any]]:
     """Yield an open temporary file that replaces ``path`` if the block succeeds: `atomic_path`.
 
-    Text (mode "w") is written in UTF-8, with line ends as they are.
+    Parameters
+    ----------
+    path : path
+    force : bool
+        Whether an existing file may be replaced.
+    mode : {"wb", "w"}
+        Bytes, or text in UTF-8 with line ends as they are.
     """
     text = {} if mode == "wb" else {"encoding": "utf-8", "newline": ""}
     with atomic_path(path, force=force) as temporary, temporary.open(mode, **text) as file:  # type: ignore[call-overload]

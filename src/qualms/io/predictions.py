@@ -33,12 +33,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
-#: Names with another meaning in tables.
-_IN_TABLES = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
-#: Rows of a Parquet file that are written together.
-_ROW_GROUP = 10_000
-#: ASE expects tensors, or text, under these names, and cannot read a file with numbers there.
-_TENSORS = ("stress", "virial", "uid")
 
 
 class _Batch(NamedTuple):
@@ -261,19 +255,12 @@ def _table(batch: _Batch) -> Arrays:
 class _CSVWriter(PredictionWriter):
     """A table as text."""
 
-    _writer: Any = None
-
     def _write(self, batch: _Batch) -> None:
-        columns = _table(batch)
-        if self._writer is None:
-            self._writer = csv.writer(codecs.getwriter("utf-8")(self._stream), lineterminator="\n")
-            self._writer.writerow(columns)
-        lists = (column.tolist() for column in columns.values())
-        self._writer.writerows(zip(*lists, strict=True))
+        write_csv(self._stream, _table(batch), header=self._stream.tell() == 0)
 
 
 class _ParquetWriter(PredictionWriter):
-    """The same table by pyarrow, in row groups."""
+    """The same table by pyarrow, in groups of at least 10,000 rows."""
 
     _writer: Any = None
     _n_rows = 0
@@ -293,7 +280,7 @@ class _ParquetWriter(PredictionWriter):
         for name, column in columns.items():
             self._arrays.setdefault(name, []).append(column)
         self._n_rows += len(columns["index"])
-        if self._n_rows >= _ROW_GROUP:
+        if self._n_rows >= 10_000:
             self._write_group()
 
     def _write_group(self) -> None:
@@ -339,6 +326,29 @@ _WRITERS: dict[str, type[PredictionWriter]] = {
 }
 
 
+def write_csv(
+    stream: IO[Any], columns: Mapping[str, Any], *, separator: str = ",", header: bool = True
+) -> None:
+    """Write a table as text, with the shortest exact representation of numbers.
+
+    Parameters
+    ----------
+    stream : binary file
+    columns : mapping of str to arrays or lists
+        Of one length.
+    separator : str
+        Between cells.
+    header : bool
+        Whether to write the names of the columns.
+    """
+    text = codecs.getwriter("utf-8")(stream)
+    writer = csv.writer(text, delimiter=separator, lineterminator="\n")
+    if header:
+        writer.writerow(columns)
+    cells = (c.tolist() if isinstance(c, np.ndarray) else c for c in columns.values())
+    writer.writerows(zip(*cells, strict=True))
+
+
 def write_npz(stream: IO[Any], arrays: Mapping[str, Any]) -> None:
     """Write arrays as `numpy.savez` does, whose own parameters restrict the names of arrays."""
     with zipfile.ZipFile(stream, "w") as archive:
@@ -349,11 +359,15 @@ def write_npz(stream: IO[Any], arrays: Mapping[str, Any]) -> None:
 
 def check_name(parameter: str, name: str) -> None:
     """Check that every format can hold a key."""
-    reserved = (*IN_COMMENT, *IN_COLUMNS, *_IN_TABLES, *_TENSORS)
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) or name in reserved:
-        why = (
-            "file formats reserve it" if name in reserved else "it may have A-Z, a-z, 0-9, _ and -"
-        )
+    in_tables = ("index", "formula", "n_atoms", "structure", "atom", "symbol")
+    # ASE expects tensors, or text, and cannot read a file with numbers there.
+    of_ase = ("stress", "virial", "uid")
+    why = (
+        "" if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]*", name) else "it may have A-Z, a-z, 0-9, _, -"
+    )
+    if name in (*IN_COMMENT, *IN_COLUMNS, *in_tables, *of_ase):
+        why = "file formats reserve it"
+    if why:
         raise InputError(
             f"{name!r} cannot be the key of a property in files: {why}.", parameter=parameter
         )

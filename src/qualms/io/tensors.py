@@ -29,7 +29,6 @@ from qualms.io.files import AnyPath, atomic_path, why_unreadable
 AnyArray = NDArray[Any]
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
-_METADATA = {"format", "version", "document", "checksum"}
 #: Accepted types and their names in safetensors.
 _DTYPES = {np.dtype(f"<{t}"): f"{t[0].upper()}{8 * int(t[1])}" for t in
            ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8")}  # fmt: skip
@@ -166,20 +165,21 @@ def check_tensors(
     if odd := expected.keys() ^ tensors.keys():
         problem = "missing" if min(odd) in expected else "unknown"
         raise StorageError(path, f"tensor {ascii(min(odd))[:60]} is {problem}")
-    known = dict(sizes or {})
+    dimensions = dict(sizes or {})
     for name, spec in expected.items():
         tensor = tensors[name]
         if tensor.dtype.kind not in spec.kinds:
             problem = f"tensor {name!r} is {tensor.dtype}, expected kind {spec.kinds!r}"
             raise StorageError(path, problem)
         named = zip(spec.shape, tensor.shape, strict=False)
-        known |= {d: n for d, n in named if isinstance(d, str) and d not in known}
-        wanted = [known.get(d) if isinstance(d, str) else d for d in spec.shape]
-        if wanted != list(tensor.shape):
-            shape = ", ".join(f"{d} = {known[d]}" if d in known else str(d) for d in spec.shape)
+        dimensions |= {d: n for d, n in named if isinstance(d, str) and d not in dimensions}
+        if [dimensions.get(str(d), d) for d in spec.shape] != list(tensor.shape):
+            shape = ", ".join(
+                f"{d} = {dimensions[d]}" if d in dimensions else str(d) for d in spec.shape
+            )
             problem = f"tensor {name!r} has shape {tensor.shape}, expected ({shape})"
             raise StorageError(path, problem)
-    return known
+    return dimensions
 
 
 def _is_bounded(array: AnyArray) -> bool:
@@ -206,14 +206,15 @@ def _read_metadata(content: bytes, format: str, version: int) -> dict[str, str]:
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != format:
         raise ValueError(f"this is not a {format}")
-    if metadata.keys() != _METADATA or not all(isinstance(v, str) for v in metadata.values()):
-        raise ValueError(f"the metadata are not {', '.join(sorted(_METADATA))}")
-    found: str = metadata["version"]
-    if not re.fullmatch(r"[1-9][0-9]{0,5}", found):
-        raise ValueError(f"{ascii(found)[:60]} is not the version of a {format}")
-    if int(found) != version:
-        newer = int(found) > version
+    expected = {"format", "version", "document", "checksum"}
+    if metadata.keys() != expected or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"the metadata are not {', '.join(sorted(expected))}")
+    stated: str = metadata["version"]
+    if not re.fullmatch(r"[1-9][0-9]{0,5}", stated):
+        raise ValueError(f"{ascii(stated)[:60]} is not the version of a {format}")
+    if int(stated) != version:
+        newer = int(stated) > version
         other, remedy = ("a newer", "update qualms") if newer else ("an older", "train again")
-        known = f"version {found} of the format; this qualms reads version {version}"
-        raise ValueError(f"the file was written by {other} qualms ({known}): {remedy}")
+        versions = f"version {stated} of the format; this qualms reads version {version}"
+        raise ValueError(f"the file was written by {other} qualms ({versions}): {remedy}")
     return metadata

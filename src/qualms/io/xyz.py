@@ -20,8 +20,6 @@ AnyArray = NDArray[Any]
 #: Names with another meaning, in the comment line or among the columns.
 IN_COMMENT = ("Lattice", "Properties", "pbc")
 IN_COLUMNS = ("numbers", "positions", "symbols", "species", "pos", "Z", "move_mask")
-#: Formats of columns, by kind of array. The text of a float is its shortest exact representation.
-_COLUMN_FORMATS = {"f": "%16s", "i": "%8d", "b": "%.1s", "U": "%-2s"}
 
 
 def xyz_text(atoms: Atoms) -> str:
@@ -40,7 +38,9 @@ def xyz_text(atoms: Atoms) -> str:
     atoms.info = {key: value for key, value in info.items() if key not in IN_COMMENT}
     comment, *_ = output_column_format(atoms, [*arrays], arrays)  # type: ignore[no-untyped-call]
     columns = [(c, a.dtype.kind) for a in arrays.values() for c in np.atleast_2d(a.T)]
-    line = " ".join(_COLUMN_FORMATS[kind] for _, kind in columns) + "\n"
+    # By kind of array. The text of a float is its shortest exact representation.
+    formats = {"f": "%16s", "i": "%8d", "b": "%.1s", "U": "%-2s"}
+    line = " ".join(formats[kind] for _, kind in columns) + "\n"
     rows = zip(*(column.tolist() for column, _ in columns), strict=True)
     return "".join([f"{len(atoms)}\n{comment}\n", *(line % row for row in rows)])
 
@@ -68,7 +68,16 @@ def _xyz_value(value: Any) -> Any:
 
 
 def was_predicted(frame: Atoms, store: dict[str, Any], name: str) -> bool:
-    """Return whether the value of a structure is an earlier prediction, not a reference value."""
+    """Return whether the value of a structure is an earlier prediction, not a reference value.
+
+    Parameters
+    ----------
+    frame : Atoms
+    store : dict
+        ``info`` or ``arrays`` of the structure.
+    name : str
+        Key of the value, in the results of its calculator or in the store.
+    """
     results = getattr(frame.calc, "results", None) or {}
     if results.get(name) is not None:
         return is_prediction(frame, name, results[name], frame.calc)
@@ -98,13 +107,13 @@ def set_aside_references(
         for name in [name for name in atoms.arrays if name.startswith(f"{target}_atoms")]:
             del atoms.arrays[name]
     results = getattr(frame.calc, "results", {})
-    for store, before, known, found in (
+    for store, before, of_results, of_store in (
         (atoms.info, frame.info, per_config_properties, per_config_properties),
         (atoms.arrays, frame.arrays, per_atom_properties, all_properties),
     ):
-        references = {name: results[name] for name in known if results.get(name) is not None}
+        references = {name: results[name] for name in of_results if results.get(name) is not None}
         for name in [*store]:
-            if name in found or (store is predicted and name == target):
+            if name in of_store or (store is predicted and name == target):
                 references.setdefault(name, store.pop(name))
         is_old = {name for name in references if was_predicted(frame, before, name)}
         replaced = {target} if store is predicted else set()

@@ -62,10 +62,6 @@ _FONTS: Final[dict[str, Any]] = {
     "ytick.labelsize": 8.0,
     "legend.fontsize": 8.0,
 }
-_TICKS: Final[dict[str, Any]] = {"direction": "in", "major.size": 3.0, "minor.size": 1.5} | {
-    "major.width": 0.6,
-    "minor.width": 0.4,
-}
 #: TrueType in PDF, because journals reject Type 3; a fixed salt, so that the same figure gives the
 #: same file.
 _STYLE: Final[dict[str, Any]] = {
@@ -76,7 +72,17 @@ _STYLE: Final[dict[str, Any]] = {
     "lines.markersize": 3.5,
     "xtick.top": True,
     "ytick.right": True,
-    **{f"{axis}tick.{name}": value for axis in "xy" for name, value in _TICKS.items()},
+    **{
+        f"{axis}tick.{name}": value
+        for axis in "xy"
+        for name, value in {
+            "direction": "in",
+            "major.size": 3.0,
+            "minor.size": 1.5,
+            "major.width": 0.6,
+            "minor.width": 0.4,
+        }.items()
+    },
     "legend.frameon": False,
     "legend.handlelength": 2.2,
     "legend.handletextpad": 0.5,
@@ -116,7 +122,15 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def axis_label(quantity: str, *, target: str = "", units: str = "") -> str:
-    """Return an axis label such as "Error ε of the shielding (ppm)"."""
+    """Return an axis label such as "Error ε of the shielding (ppm)".
+
+    Parameters
+    ----------
+    quantity : str
+        What the axis shows.
+    target, units : str
+        Name of the property and its units; they may be empty.
+    """
     return quantity + (f" of {target}" if target else "") + (f" ({units})" if units else "")
 
 
@@ -134,7 +148,17 @@ def robust_limits(values: Float64Array) -> tuple[float, float]:
 
 
 def log_limits(values: Float64Array, least: float = 2.0, pad: float = 0.06) -> tuple[float, float]:
-    """Return limits of a logarithmic axis: a ratio ≥ `least`, with a relative margin `pad`."""
+    """Return limits of a logarithmic axis that contain all values.
+
+    Parameters
+    ----------
+    values : array
+        All > 0.
+    least : float
+        Smallest ratio of the limits.
+    pad : float
+        Margin as a fraction of the axis.
+    """
     low, high = np.log(np.min(values)), np.log(np.max(values))
     missing = max(np.log(least) - (high - low), 0.0)
     margin = 0.5 * missing + pad * (high - low + missing)
@@ -145,6 +169,12 @@ def set_log_scale(ax: Axes, which: Literal["x", "y"], limits: tuple[float, float
     """Make one axis logarithmic, with few and plain numbers at the ticks.
 
     matplotlib labels 2 × 10⁻¹, 3 × 10⁻¹ … on axes of less than a decade, and these overlap.
+
+    Parameters
+    ----------
+    ax : matplotlib Axes
+    which : {"x", "y"}
+    limits : tuple of two floats
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -188,10 +218,6 @@ def _write_corner(ax: Axes, lines: Sequence[str], n: int, n_outside: int) -> Non
     ax.text(0.04, 0.96, "\n".join(text), fontsize=8.0, linespacing=1.1, **place)
 
 
-#: Without dates, the same figure gives the same file.
-_UNDATED: dict[str, dict[str, Any]] = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
-
-
 @dataclass(eq=False, kw_only=True)
 class Display(ABC):
     """The numbers of one figure, and how to draw them.
@@ -221,11 +247,19 @@ class Display(ABC):
     def from_prediction(
         cls, y: ArrayLike, prediction: Prediction, *, units: str = "", target: str = ""
     ) -> Self:
-        """Compute the numbers from reference values and a prediction of the same shape."""
-        given: object = prediction
-        if not isinstance(given, Prediction):
+        """Compute the numbers of the figure.
+
+        Parameters
+        ----------
+        y : array
+            Reference values.
+        prediction : Prediction of the shape of y
+        units, target : str
+            For the axis labels.
+        """
+        if not isinstance(prediction, Prediction):
             raise InputError(
-                f"`prediction` is a {type(given).__name__}, not a Prediction. Use "
+                f"`prediction` is a {type(prediction).__name__}, not a Prediction. Use "
                 "Prediction(members), or Prediction(mean=..., std=...).",
                 parameter="prediction",
             )
@@ -273,9 +307,11 @@ class Display(ABC):
         if not hasattr(self, "figure_"):
             self.plot()
         suffix = Path(file).suffix[1:] if isinstance(file, str | PathLike) else ""
-        undated = _UNDATED.get(str(kwargs.get("format") or suffix).lower(), {})
+        date = {"pdf": "CreationDate", "svg": "Date"}
+        key = date.get(str(kwargs.get("format") or suffix).lower())
         with style():
-            self.ax_.figure.figure.savefig(file, **{"metadata": undated} | kwargs)
+            metadata = {} if key is None else {key: None}
+            self.ax_.figure.figure.savefig(file, **{"metadata": metadata} | kwargs)
 
     def _repr_png_(self) -> bytes | None:
         # Notebooks show figures of pyplot by themselves; ours is unknown to pyplot.
@@ -342,10 +378,6 @@ def _log_bars(values: Float64Array, stderr: Float64Array) -> Float64Array:
 #: Densities per unit of ln ε at which contours are drawn. That of a Gaussian model is at most
 #: sqrt(2/(πe)) = 0.48, at ε = σ, whatever the units: the same levels serve all figures.
 _LEVELS = (0.05, 0.15, 0.25, 0.35)
-#: The smallest error shown, in units of σ: the density of a Gaussian is 0.0008 there.
-_SMALLEST_ERROR = 1e-3
-#: Height of P(ln σ), as a fraction of the axes.
-_MARGINAL_HEIGHT = 0.22
 
 
 @dataclass(eq=False)
@@ -376,7 +408,7 @@ class ConditionalErrorDisplay(Display):
         true, model = self.densities.true, self.densities.model
         supported: BoolArray = true.supported | model.supported
         self._set_axes(ax, supported, float(heights.min()))
-        height = _MARGINAL_HEIGHT * true.marginal / true.marginal.max()
+        height = 0.22 * true.marginal / true.marginal.max()
         grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
         # x in data, y as a fraction of the axes
         foot = ax.get_xaxis_transform()
@@ -396,8 +428,9 @@ class ConditionalErrorDisplay(Display):
         # Half the lowest level leaves room around the contours.
         seen = np.maximum(true.density, model.density).max(axis=0) > 0.5 * lowest
         errors = np.exp(true.ln_error[seen]) if seen.any() else sigma
-        # Members that agree to rounding have errors of 1e-15, which would squeeze all others.
-        errors = np.maximum(errors, _SMALLEST_ERROR * sigma.min())
+        # Members that agree to rounding have errors of 1e-15, which would squeeze all others. At
+        # 1e-3 σ the density of a Gaussian is 0.0008.
+        errors = np.maximum(errors, 1e-3 * sigma.min())
         set_log_scale(ax, "x", log_limits(sigma, pad=0.0))
         set_log_scale(ax, "y", log_limits(errors, pad=0.08))
         ax.set_xlabel(self._label(r"Predicted uncertainty $\sigma$"))
@@ -437,10 +470,6 @@ def _conditional_legend(ax: Axes, levels: Float64Array) -> None:
     ax.legend(handles=handles, title=title, title_fontsize="small", **place)
 
 
-#: Half-width, in standard errors, of the band that contains 95 % of calibrated curves at each p.
-_BAND = 1.96
-
-
 @dataclass(eq=False)
 class ReliabilityDisplay(Display):
     """Observed against nominal coverage of central intervals.
@@ -471,14 +500,13 @@ class ReliabilityDisplay(Display):
     def _draw(self, ax: Axes, *, label: str = "", reference: bool = True, **kwargs: Any) -> None:
         area = "" if self.area is None else f"area {self.area:.3f}"
         text = ", ".join(part for part in (label, area) if part)
-        order = np.argsort(self.curve.expected)
         x, y = (
-            np.concatenate([[0.0], coverage[order], [1.0]])
+            np.concatenate([[0.0], coverage, [1.0]])
             for coverage in (self.curve.expected, self.curve.observed)
         )
         if reference:
             p = np.linspace(0.0, 1.0, 201)
-            half = _BAND * np.sqrt(p * (1.0 - p) / (self.n_independent or self.curve.n_points))
+            half = 1.96 * np.sqrt(p * (1.0 - p) / (self.n_independent or self.curve.n_points))
             low, high = np.clip(p - half, 0.0, 1.0), np.clip(p + half, 0.0, 1.0)
             grey: dict[str, Any] = {"color": GREY, "linewidth": 0.0, "zorder": 0.5}
             ax.fill_between(p, low, high, label="calibrated, 95 %", **grey)
@@ -497,72 +525,56 @@ class ReliabilityDisplay(Display):
 class ZScoreDisplay(Display):
     """Histogram of z/σ, compared with the standard normal and Student's t distribution.
 
+    It is the fraction of all points per unit of z/σ; those beyond the axis are counted in it, and
+    their number is written, with the root mean square of z/σ, 1 if calibrated.
+
     Parameters
     ----------
-    z_scores : array of any shape
+    z_scores : (n,) array
         Residuals over their predicted standard deviations.
     dof : float, optional
         Degrees of freedom ν > 2 of Student's t, scaled to unit variance; `Prediction.dof`, or
         N_R − 1 for an ensemble. None: not drawn.
 
-    Attributes
-    ----------
-    edges, density : ndarrays of shape (n_bins + 1,) and (n_bins,)
-        The histogram: fraction of all points per unit of z/σ.
-    n_outside : int
-        Points beyond the edges, which are counted in the fractions.
-    rms : float
-        Root mean square of z/σ; 1 if calibrated.
     """
 
     z_scores: Float64Array
     dof: float | None = None
-    edges: Float64Array = field(init=False, repr=False)
-    density: Float64Array = field(init=False, repr=False)
-    n_outside: int = field(init=False)
-    rms: float = field(init=False)
     _aspect: ClassVar[float] = 0.78
-
-    def __post_init__(self) -> None:
-        z = self.z_scores = check_points("z_scores", self.z_scores).ravel()
-        # The axis ends at the 99 % quantile, within 4 and 10; the width follows Scott's rule.
-        reach = np.ceil(np.clip(np.quantile(np.abs(z), 0.99), 4, 10))
-        width = np.clip(3.49 * z.size ** (-1.0 / 3.0), 0.1, 1.0)
-        self.edges = np.linspace(-reach, reach, 2 * int(np.ceil(reach / width)) + 1)
-        counts, _ = np.histogram(z, self.edges)
-        self.density = counts / (z.size * np.diff(self.edges))
-        self.n_outside = int(z.size - counts.sum())
-        self.rms = root_mean_square(z)
 
     @classmethod
     def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
         sigma = check_std(prediction.std, prediction.shape)
         dof = prediction.dof or (prediction.n_members or 0) - 1.0
         with np.errstate(over="ignore"):
-            return (y - prediction.mean) / sigma, dof if 2.0 < dof < np.inf else None
+            return ((y - prediction.mean) / sigma).ravel(), dof if 2.0 < dof < np.inf else None
 
     def _draw(self, ax: Axes, **kwargs: Any) -> None:
-        x = np.linspace(self.edges[0], self.edges[-1], 401)
+        z = self.z_scores
+        # The axis ends at the 99 % quantile, within 4 and 10; the width follows Scott's rule.
+        reach = np.ceil(np.clip(np.quantile(np.abs(z), 0.99), 4, 10))
+        width = np.clip(3.49 * z.size ** (-1.0 / 3.0), 0.1, 1.0)
+        edges = np.linspace(-reach, reach, 2 * int(np.ceil(reach / width)) + 1)
+        counts, _ = np.histogram(z, edges)
+        density = counts / (z.size * np.diff(edges))
+        x = np.linspace(-reach, reach, 401)
         curves = {"normal": np.exp(gaussian_log_density(x, np.ones_like(x)))}
         if self.dof is not None:
             scale = np.full_like(x, np.sqrt((self.dof - 2.0) / self.dof))
             student = np.exp(student_log_density(x, scale, self.dof))
             curves[rf"Student, $\nu={self.dof:.3g}$"] = student
         bars: dict[str, Any] = {"fill": True, "facecolor": GREY, "edgecolor": GUIDE}
-        ax.stairs(self.density, self.edges, **bars | {"linewidth": 0.6} | kwargs)
+        ax.stairs(density, edges, **bars | {"linewidth": 0.6} | kwargs)
         for (label, values), color, dashes in zip(
             curves.items(), (INK, ACCENT), ("-", "--"), strict=False
         ):
             ax.plot(x, values, color=color, linewidth=1.2, linestyle=dashes, label=label)
-        highest = max(float(values.max()) for values in (self.density, *curves.values()))
-        ax.set(xlim=(self.edges[0], self.edges[-1]), ylim=(0.0, 1.3 * highest))
+        highest = max(float(values.max()) for values in (density, *curves.values()))
+        ax.set(xlim=(-reach, reach), ylim=(0.0, 1.3 * highest))
         ax.set(xlabel=r"$z/\sigma$", ylabel="Density")
         ax.legend(loc="upper right")
-        _write_corner(ax, [f"rms {self.rms:.2f}"], self.z_scores.size, self.n_outside)
-
-
-#: More points are drawn as a density of so many cells along each axis, with some error bars.
-_MANY, _CELLS, _N_BARS = 300, 60, 30
+        n_outside = int(z.size - counts.sum())
+        _write_corner(ax, [f"rms {root_mean_square(z):.2f}"], z.size, n_outside)
 
 
 @dataclass(eq=False)
@@ -597,10 +609,10 @@ class ResidualDisplay(Display):
         chosen: IntArray = np.argsort(self.mean, kind="stable")
         ax.axhline(0.0, color=GUIDE, linewidth=0.8, linestyle=":", zorder=2.0)
         label = r"error $\pm\sigma$"
-        if chosen.size > _MANY:
-            chosen = chosen[np.linspace(0, chosen.size - 1, _N_BARS).round().astype(np.intp)]
+        if chosen.size > 300:
+            chosen = chosen[np.linspace(0, chosen.size - 1, 30).round().astype(np.intp)]
             self._draw_density(ax, z, limits)
-            label += f", {_N_BARS} points"
+            label += ", 30 points"
         bars: dict[str, Any] = {"color": INK, "marker": "o", "linestyle": "none", "label": label}
         bars |= {"markersize": 2.0, "elinewidth": 0.6, "zorder": 3.0} | kwargs
         ax.errorbar(self.mean[chosen], z[chosen], yerr=self.std[chosen], **bars)
@@ -626,7 +638,7 @@ class ResidualDisplay(Display):
         # Not from white, or single points would be invisible; not to black, or error bars would.
         greys = LinearSegmentedColormap.from_list("greys", ["0.88", "0.5"])
         drawn: dict[str, Any] = {"bins": "log", "mincnt": 1, "linewidths": 0.35}
-        drawn |= {"gridsize": _CELLS, "extent": (*limits[0], *limits[1]), "edgecolors": "face"}
+        drawn |= {"gridsize": 60, "extent": (*limits[0], *limits[1]), "edgecolors": "face"}
         cells = ax.hexbin(self.mean, z, cmap=greys, **drawn)
         cells.set_clim(1.0, max(10.0, float(np.max(np.asarray(cells.get_array())))))
         key = ax.inset_axes((0.62, 0.1, 0.32, 0.03))
@@ -635,11 +647,6 @@ class ResidualDisplay(Display):
         key.tick_params(labelsize="small")
         key.set_title("points per cell", fontsize="small", pad=2.0)
         bar.outline.set_linewidth(0.4)
-
-
-#: A vector graphic of more bytes is rasterised.
-_MAX_SVG = 300_000
-_DPI = 220
 
 
 def report_figures(evaluation: Evaluation) -> dict[str, str]:
@@ -652,27 +659,25 @@ def report_figures(evaluation: Evaluation) -> dict[str, str]:
         "z_scores": ZScoreDisplay,
         "residuals": ResidualDisplay,
     }
-    found = {k: kind.from_prediction(y, prediction, units=units) for k, kind in kinds.items()}
-    found["reliability"].n_independent = evaluation.n_structures  # type: ignore[attr-defined]
+    displays = {k: kind.from_prediction(y, prediction, units=units) for k, kind in kinds.items()}
+    displays["reliability"].n_independent = evaluation.n_structures  # type: ignore[attr-defined]
     raw = prediction.uncalibrated
     if raw is not prediction:
         look = line_style(1) | {"label": "before", "reference": False}
-        for name, more in {
-            "reliability": {},
-            "binned": {"linestyle": "none", "markerfacecolor": "white"},
-        }.items():
-            ax = found[name].plot(label="after").ax_
+        hollow = {"linestyle": "none", "markerfacecolor": "white"}
+        for name, more in {"reliability": {}, "binned": hollow}.items():
+            ax = displays[name].plot(label="after").ax_
             with style():
                 kinds[name].from_prediction(y, raw, units=units).plot(ax, **look | more)
-    return {name: _data_uri(display) for name, display in found.items()}
+    return {name: _data_uri(display) for name, display in displays.items()}
 
 
 def _data_uri(display: Display) -> str:
-    """Save a figure as SVG, or as PNG if that would be too large."""
+    """Save a figure as SVG, or as PNG if that would have more than 300 kB."""
     file = io.BytesIO()
     display.save(file, format="svg")
     kind = "svg+xml"
-    if file.tell() > _MAX_SVG:
+    if file.tell() > 300_000:
         file, kind = io.BytesIO(), "png"
-        display.save(file, format="png", dpi=_DPI)
+        display.save(file, format="png", dpi=220)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"

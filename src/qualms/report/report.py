@@ -27,10 +27,6 @@ from qualms.report.structure_map import (
 )
 from qualms.report.tables import Table, interval_table, score_table, write_number
 
-#: The data of the map are written to NAME + this.
-MAP_SUFFIX = ".chemiscope.json.gz"
-#: Length of the tables of the worst predictions.
-N_WORST = 20
 #: Scripts, styles and images of the page itself, and nothing from elsewhere. The viewer compiles
 #: some of its drawing functions at run time, which needs eval.
 _POLICY = (
@@ -104,15 +100,32 @@ class Section:
         }
 
     def _worst(self, points: IntArray) -> Table:
-        e = self.evaluation
-        optional = {"formula": e.frames, "atom": e.atom, "component": e.component}
-        headers = ["structure", *(name for name, given in optional.items() if given is not None)]
-        headers += ["reference", "predicted", "σ", "error", "|error|/σ"]
-        order = points.tolist()
+        e, rows = self.evaluation, points.tolist()
+        columns = {"structure": [str(e.structure[i]) for i in rows]}
+        atoms = None if e.frames is None else [e.frames[e.structure[i]] for i in rows]
+        if atoms is not None:
+            columns["formula"] = [a.symbols.get_chemical_formula() for a in atoms]
+        if e.atom is not None:
+            numbers = e.atom[points].tolist()
+            columns["atom"] = [str(j) for j in numbers]
+            if atoms is not None:
+                pairs = zip(atoms, numbers, strict=True)
+                columns["atom"] = [f"{j} {a.symbols[j]}" for a, j in pairs]
+        if e.component is not None:
+            names = e.component_names or range(int(e.component.max()) + 1)
+            columns["component"] = [str(names[e.component[i]]) for i in rows]
+        std, error = e.prediction.std[points], e.residuals[points]
+        # Values have as many digits as σ resolves.
+        for name, values in (("reference", e.y[points]), ("predicted", e.prediction.mean[points])):
+            columns[name] = [*map(write_number, values, std)]
+        columns["σ"] = [*map(write_number, std)]
+        columns["error"] = [*map(write_number, error, std)]
+        ratios = np.abs(error) / std
+        columns["|error|/σ"] = [f"{r:.2f}" if r < 1e5 else f"{r:.2e}" for r in ratios]
         note = f"In {e.units}. " if e.units else ""
         note += "Error: reference minus prediction. Structures and atoms are numbered from 0."
-        links = [] if self.map is None else [self.map.link(e, i) for i in order]
-        return Table(headers, [_worst_row(e, i) for i in order], note=note, links=links)
+        links = [] if self.map is None else [self.map.link(e, i) for i in rows]
+        return Table([*columns], [*zip(*columns.values(), strict=True)], note=note, links=links)
 
 
 @dataclass(frozen=True)
@@ -141,7 +154,7 @@ def check_report(path: AnyPath, *, force: bool = False) -> tuple[Path, Path]:
     page = Path(path)
     if page.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"A report is an .html file; {str(path)!r} is not.", parameter="path")
-    data = page.with_name(page.stem + MAP_SUFFIX)
+    data = page.with_name(f"{page.stem}.chemiscope.json.gz")
     return check_output(page, force=force), check_output(data, force=force)
 
 
@@ -192,13 +205,13 @@ def write_report(
     max_structures : int
         Most structures on the map; of more, it shows the worst and a random sample.
     seed : int
-        Of that sample, and of the bootstrap.
+        Random seed for that sample and for the bootstrap.
     """
     page, map_path = check_report(path, force=force)
     if not evaluations:
         message = "There is nothing to report: `evaluations` is empty."
         raise InputError(message, parameter="evaluations")
-    found, notes = {}, [*remarks]
+    usable, notes = {}, [*remarks]
     for name, evaluation in evaluations.items():
         if not np.any(evaluation.residuals):
             raise InputError(
@@ -206,9 +219,9 @@ def write_report(
                 "predictions.",
                 parameter="reference",
             )
-        found[name], remark = with_uncertainty(evaluation)
+        usable[name], remark = with_uncertainty(evaluation)
         notes += remark
-    main = next(iter(found.values()))
+    main = next(iter(usable.values()))
     viewer = load_viewer() if main.frames is not None else None
     if main.frames is not None and viewer is None:
         notes.append(NOT_INSTALLED)
@@ -216,12 +229,18 @@ def write_report(
     if viewer is not None:
         # The worst by either measure, in turn.
         first = np.stack(worst_points(main), axis=1).ravel().tolist()
-        options: dict[str, Any] = {"atom_values": atom_values, "coordinates": coordinates}
-        options["max_structures"] = max_structures
-        shown = make_map(main, first, title=title, seed=seed, **options)
+        shown = make_map(
+            main,
+            first,
+            title=title,
+            atom_values=atom_values,
+            coordinates=coordinates,
+            max_structures=max_structures,
+            seed=seed,
+        )
     sections = {
         name: Section(name, e, assess(e, seed=seed), report_figures(e), shown)
-        for name, e in found.items()
+        for name, e in usable.items()
     }
     details = {text for section in sections.values() for text in section.assessment.details}
     text = _render(
@@ -265,29 +284,9 @@ def _render(**content: Any) -> str:
 
 
 def worst_points(evaluation: Evaluation) -> tuple[IntArray, IntArray]:
-    """Return the points with the largest |z|/σ, and those with the largest |z|; all σ > 0."""
+    """Return the 20 points with the largest |z|/σ, and those with the largest |z|; all σ > 0."""
     size: Float64Array = np.abs(evaluation.residuals)
     with np.errstate(over="ignore"):
         ratio = size / evaluation.prediction.std
-    by_ratio, by_error = (np.argsort(-x, kind="stable")[:N_WORST] for x in (ratio, size))
+    by_ratio, by_error = (np.argsort(-x, kind="stable")[:20] for x in (ratio, size))
     return by_ratio, by_error
-
-
-def _worst_row(e: Evaluation, i: int) -> list[str]:
-    atoms: Any = None if e.frames is None else e.frames[int(e.structure[i])]
-    std, error = float(e.prediction.std[i]), float(e.residuals[i])
-    cells = [str(e.structure[i])]
-    cells += [] if atoms is None else [atoms.symbols.get_chemical_formula()]
-    if e.atom is not None:
-        element = "" if atoms is None else f" {atoms.symbols[int(e.atom[i])]}"
-        cells.append(f"{e.atom[i]}{element}")
-    if e.component is not None:
-        component = int(e.component[i])
-        vector = e.component.max() == 2
-        names = e.component_names or ("xyz" if vector else ())
-        cells.append(names[component] if names else str(component))
-    # Values have as many digits as σ resolves.
-    cells += [write_number(float(v), std) for v in (e.y[i], e.prediction.mean[i])]
-    cells += [write_number(std), write_number(error, std)]
-    ratio = abs(error) / std
-    return [*cells, f"{ratio:.2f}" if ratio < 1e5 else f"{ratio:.2e}"]

@@ -26,20 +26,8 @@ from qualms.evaluation import Evaluation
 
 #: With more atoms than these, the map shows structures instead.
 MAX_ENVIRONMENTS = 30_000
-#: Radius of the environment that is shown around an atom, in Å.
-_CUTOFF = 4.0
-#: Decimals of positions in Å.
-_DECIMALS = 3
 #: Name of the property of atoms that is 1 where extrapolation begins.
 NOVELTY = "novelty (relative)"
-#: Names of the kernel principal components of structures, or of atoms.
-COMPONENTS = ("kernel principal component 1", "kernel principal component 2")
-#: Key of structures whose values have different symbols on the map, if there are not too many.
-_CONFIG_TYPE, _MOST_TYPES = "config_type", 20
-#: Fraction of the atoms within the range of the colours.
-_WITHIN = 0.99
-#: The viewer in the package chemiscope, and the licences of the libraries in it.
-_SCRIPT, _NOTICES = "sphinx/static/chemiscope.min.js", "static/chemiscope-widget.mjs.LICENSE.txt"
 NOT_INSTALLED = (
     "The map of structures needs chemiscope, which is not installed: pip install 'qualms[report]'."
 )
@@ -109,11 +97,16 @@ def load_viewer() -> Viewer | None:
         for file in distribution("chemiscope").files or ()
         if file.name.upper().startswith("LICENSE")
     ]
-    notices = (root / _NOTICES).read_text(encoding="utf-8").split("\n\n")
+    # Of the libraries that the viewer contains.
+    text = (root / "static/chemiscope-widget.mjs.LICENSE.txt").read_text(encoding="utf-8")
     words = ("licen", "copyright", "author")
-    licences += [text.strip() for text in notices if any(word in text.lower() for word in words)]
+    licences += [
+        notice.strip()
+        for notice in text.split("\n\n")
+        if any(word in notice.lower() for word in words)
+    ]
     # A script ends at the first closing tag, even one within a string.
-    script = (root / _SCRIPT).read_text(encoding="utf-8")
+    script = (root / "sphinx/static/chemiscope.min.js").read_text(encoding="utf-8")
     script = script.replace("</script", "<\\/script").replace("<!--", "\\x3c!--")
     return Viewer(str(package.__version__), script, "\n\n".join(licences))
 
@@ -142,7 +135,7 @@ def make_map(
     max_structures : int
         If there are more structures, a random sample is added to the first.
     seed : int
-        Of that sample.
+        Random seed for that sample.
 
     Returns
     -------
@@ -162,40 +155,60 @@ def make_map(
     order = np.lexsort((atom, evaluation.structure[points]))
     points, atom = points[order], atom[order]
     index: IntArray = np.searchsorted(shown, evaluation.structure[points])
+    places = [*zip(index.tolist(), atom.tolist(), strict=True)]
     # Points of the map are atoms if there is one value per atom, and not too many.
-    distinct = bool(np.all((np.diff(index) != 0) | (np.diff(atom) != 0)))
-    of_atoms = evaluation.atom is not None and points.size <= MAX_ENVIRONMENTS and distinct
-    single = of_atoms or points.size == shown.size
+    of_atoms = evaluation.atom is not None and points.size <= MAX_ENVIRONMENTS
+    of_atoms = of_atoms and len({*places}) == points.size
+    kind, single = "atom" if of_atoms else "structure", of_atoms or points.size == shown.size
     properties = (_of_points if single else _of_structures)(evaluation.some(points), index)
     inside: Properties = {}
     if not of_atoms and atom_values is not None and sum(map(len, frames)) <= MAX_ENVIRONMENTS:
         inside = dict(atom_values(shown.tolist()))
-    environments = None
-    if of_atoms:
-        environments = [(i, j, _CUTOFF) for i, j in zip(index.tolist(), atom.tolist(), strict=True)]
-    elif inside:
-        environments = [(i, j, _CUTOFF) for i, f in enumerate(frames) for j in range(len(f))]
-    kind = "atom" if of_atoms else "structure"
-    axes = list(properties)[:3]
+    centers = places if of_atoms else []
+    if inside:
+        centers = [(i, j) for i, atoms in enumerate(frames) for j in range(len(atoms))]
+    note = [
+        f"Each point is one {kind}; the colour is {'σ' if single else 'its largest |error|/σ'}."
+    ]
+    x, y, color = [*properties][:3]
     if coordinates is not None:
         rows = coordinates(shown.tolist())
-        pairs = zip(index.tolist(), atom.tolist(), strict=True)
-        found = [rows[i][j] for i, j in pairs] if of_atoms else [np.nanmean(r, 0) for r in rows]
-        properties |= {n: (x, "") for n, x in zip(COMPONENTS, np.transpose(found), strict=True)}
-        axes = [*COMPONENTS, axes[2]]
-    labels, symbol = _categories(frames, index, atom if of_atoms else None)
-    colors, note_of_atoms = _atom_colors(inside) if inside else (None, "")
+        values = [rows[i][j] for i, j in places] if of_atoms else [np.nanmean(r, 0) for r in rows]
+        x, y = (f"kernel principal component {k}" for k in (1, 2))
+        properties |= {n: (v, "") for n, v in zip((x, y), np.transpose(values), strict=True)}
+        similar = "environments" if of_atoms else "structures"
+        note.append(
+            f"Points that are close have similar {similar}: the axes are kernel principal "
+            "components."
+        )
+    elif not single:
+        note.append("The axes are the root mean squares of its errors and of σ.")
+    labels = _categories(frames, places if of_atoms else None)
+    symbol = "config_type" if "config_type" in labels else None
+    if symbol is not None:
+        note.append(f"The symbol is the {symbol}.")
+    if of_atoms:
+        note.append("Coloured by element, atoms have their usual colours.")
+    note.append("A click shows the structure.")
+    if shown.size < every.size:
+        note.append(
+            f"The map contains {shown.size} of {every.size} structures: those of the worst "
+            "predictions and a random sample. Their number in the data is one of the properties."
+        )
+    colors = None
+    if inside:
+        colors, text = _atom_colors(inside)
+        note.append(text)
+    log_axes = not single and coordinates is None
     settings = package.quick_settings(
-        x=axes[0],
-        y=axes[1],
-        map_color=axes[2],
+        x=x,
+        y=y,
+        map_color=color,
         symbol=symbol,
         structure_settings=colors,
         periodic=any(atoms.pbc.any() for atoms in frames),
         target=kind,
-        map_settings=_map_settings(
-            properties, axes, logarithmic=not single and coordinates is None
-        ),
+        map_settings=_map_settings(properties, x, y, color, logarithmic=log_axes),
     )
     worst = int(np.flatnonzero(points == first[0])[0])
     settings["pinned"] = [worst if of_atoms else int(index[worst])]
@@ -204,30 +217,15 @@ def make_map(
         properties=_written(properties, kind)
         | _written(inside, "atom")
         | {name: {"target": kind, "values": values} for name, values in labels.items()},
-        environments=environments,
+        # With the radius of the environment that is shown around an atom, in Å.
+        environments=[(*center, 4.0) for center in centers] or None,
         # The viewer interprets the name of a data set as HTML.
         metadata={"name": html.escape(title or evaluation.target)},
         settings=settings,
     )
-    note = f"Each point is one {kind}; the colour is {'σ' if single else 'its largest |error|/σ'}."
-    if coordinates is not None:
-        similar = "environments" if of_atoms else "structures"
-        note += f" Points that are close have similar {similar}: the axes are kernel principal"
-        note += " components."
-    elif not single:
-        note += " The axes are the root mean squares of its errors and of σ."
-    if symbol is not None:
-        note += f" The symbol is the {symbol}."
-    note += " Coloured by element, atoms have their usual colours." if of_atoms else ""
-    note += " A click shows the structure."
-    if shown.size < every.size:
-        note += (
-            f" The map contains {shown.size} of {every.size} structures: those of the worst "
-            "predictions and a random sample. Their number in the data is one of the properties."
-        )
-    places = {structure: i for i, structure in enumerate(shown.tolist())}
+    numbers = {structure: i for i, structure in enumerate(shown.tolist())}
     scale = _element_scale(labels["element"]) if of_atoms else ()
-    return StructureMap(data, note + note_of_atoms, places, of_atoms, scale)
+    return StructureMap(data, " ".join(note), numbers, of_atoms, scale)
 
 
 def _chemiscope() -> Any:
@@ -244,10 +242,10 @@ def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
     """Return the structures to show, sorted: all, or the first and a random sample."""
     if every.size <= most:
         return every
-    kept = np.array(list(dict.fromkeys(first.tolist()))[:most], dtype=np.intp)
-    rest = np.setdiff1d(every, kept)
-    sample = np.random.default_rng(seed).choice(rest, most - kept.size, replace=False)
-    return np.sort(np.concatenate([kept, sample]))
+    worst = np.array(list(dict.fromkeys(first.tolist()))[:most], dtype=np.intp)
+    rest = np.setdiff1d(every, worst)
+    sample = np.random.default_rng(seed).choice(rest, most - worst.size, replace=False)
+    return np.sort(np.concatenate([worst, sample]))
 
 
 def _of_points(e: Evaluation, _: IntArray) -> Properties:
@@ -267,36 +265,33 @@ def _of_structures(e: Evaluation, index: IntArray) -> Properties:
     z, std, units, count = e.residuals, e.prediction.std, e.units, np.bincount(index)
     worst = np.zeros(count.size)
     np.maximum.at(worst, index, np.abs(z) / std)
-    found = {
+    properties = {
         "RMS σ": (np.sqrt(np.bincount(index, std * std) / count), units),
         "RMS error": (np.sqrt(np.bincount(index, z * z) / count), units),
         "largest |error|/σ": (worst, ""),
     }
     if e.component is None:  # the mean force on a structure is zero
-        found["mean predicted"] = (np.bincount(index, e.prediction.mean) / count, units)
-        found["mean reference"] = (np.bincount(index, e.y) / count, units)
+        properties["mean predicted"] = (np.bincount(index, e.prediction.mean) / count, units)
+        properties["mean reference"] = (np.bincount(index, e.y) / count, units)
     numbers = np.unique(e.structure).astype(np.float64)
-    return found | {"number of the structure": (numbers, "")}
+    return properties | {"number of the structure": (numbers, "")}
 
 
 def _categories(
-    frames: Sequence[Any], index: IntArray, atom: IntArray | None
-) -> tuple[dict[str, list[str]], str | None]:
-    """Return labels of points by name, and which of them determines the symbol.
+    frames: Sequence[Any], places: Sequence[tuple[int, int]] | None
+) -> dict[str, list[str]]:
+    """Return the config_type of points, if there are 2 to 20 of them, and the element of atoms.
 
-    That is the config_type, if there are several, and the element of atoms.
+    Points are structures, or atoms at these places: structure and number.
     """
-    found: dict[str, list[str]] = {}
     # The viewer interprets labels as a kind of HTML.
-    types = [str(atoms.info.get(_CONFIG_TYPE, "")) for atoms in frames]
+    types = [str(atoms.info.get("config_type", "")) for atoms in frames]
     types = ["".join(c for c in t if c.isprintable() and c not in "<>&")[:40] or "–" for t in types]
-    symbol = _CONFIG_TYPE if 1 < len({*types}) <= _MOST_TYPES else None
-    if atom is None:
-        return ({_CONFIG_TYPE: types} if symbol else {}), symbol
-    pairs = [*zip(index.tolist(), atom.tolist(), strict=True)]
-    if symbol:
-        found[_CONFIG_TYPE] = [types[i] for i, _ in pairs]
-    return found | {"element": [str(frames[i].symbols[j]) for i, j in pairs]}, symbol
+    labels = {"config_type": types} if 1 < len({*types}) <= 20 else {}
+    if places is None:
+        return labels
+    labels = {name: [values[i] for i, _ in places] for name, values in labels.items()}
+    return labels | {"element": [str(frames[i].symbols[j]) for i, j in places]}
 
 
 def _element_scale(elements: Sequence[str]) -> list[tuple[float, str]]:
@@ -310,15 +305,23 @@ def _element_scale(elements: Sequence[str]) -> list[tuple[float, str]]:
 
 
 def _map_settings(
-    properties: Properties, axes: Sequence[str], *, logarithmic: bool
+    properties: Properties, x: str, y: str, color: str, *, logarithmic: bool
 ) -> dict[str, Any]:
-    """Return logarithmic scales, for the colour and perhaps for both axes, if values allow it."""
-    x, y, color = axes
-    allowed = {name: bool(np.all(properties[name][0] > 0)) for name in (x, y, color)}
+    """Return settings with a logarithmic colour scale, if values allow it.
+
+    Parameters
+    ----------
+    properties : mapping of str to pairs of arrays and str
+    x, y, color : str
+        Names of the properties on the axes and of the colour.
+    logarithmic : bool
+        Whether the axes are logarithmic as well.
+    """
+    positive = {name: bool(np.all(properties[name][0] > 0)) for name in (x, y, color)}
     settings: dict[str, Any] = {"palette": "viridis", "color": {"property": color}}
-    if allowed[color]:  # σ varies by orders of magnitude
+    if positive[color]:  # σ varies by orders of magnitude
         settings["color"]["mode"] = "log"
-    if logarithmic and allowed[x] and allowed[y]:
+    if logarithmic and positive[x] and positive[y]:
         settings |= {axis: {"property": p, "scale": "log"} for axis, p in (("x", x), ("y", y))}
     return settings
 
@@ -336,7 +339,7 @@ def _written(properties: Properties, target: str) -> dict[str, dict[str, Any]]:
 
 def _structure(atoms: Any) -> dict[str, Any]:
     """Convert one structure: elements, positions and, if it is periodic, the cell, in Å."""
-    x, y, z = np.round(atoms.positions, _DECIMALS).T.tolist()
+    x, y, z = np.round(atoms.positions, 3).T.tolist()
     structure = {"size": len(atoms), "names": list(atoms.symbols), "x": x, "y": y, "z": z}
     # The viewer rejects a cell without a volume.
     if atoms.pbc.any() and atoms.cell.rank == 3:
@@ -345,11 +348,14 @@ def _structure(atoms: Any) -> dict[str, Any]:
 
 
 def _atom_colors(inside: Properties) -> tuple[dict[str, Any], str]:
-    """Return settings for the colours of atoms, the same in all structures, and a note."""
+    """Return settings for the colours of atoms, the same in all structures, and a note.
+
+    The range of the colours contains 99 % of the atoms.
+    """
     name, (values, _) = next(iter(inside.items()))
-    bright = float(f"{np.quantile(values, _WITHIN):.2g}")
+    bright = float(f"{np.quantile(values, 0.99):.2g}")
     bright = bright if bright > 0 else 1.0
-    note = f" Its atoms are coloured by {name}, from 0 (dark) to {bright:g} (bright)."
+    note = f"Its atoms are coloured by {name}, from 0 (dark) to {bright:g} (bright)."
     if name == NOVELTY:
         n_beyond = int(np.count_nonzero(values > 1))
         note += f" Values above 1 indicate extrapolation: {n_beyond} of {values.size} atoms."

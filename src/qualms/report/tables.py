@@ -111,10 +111,6 @@ _SCORES = {
 }
 
 
-#: Levels of the Gaussian intervals whose coverage is a score.
-_LEVELS = {"coverage_68": 0.68, "coverage_95": 0.95}
-
-
 def score_table(rows: Mapping[str, Scores], *, units: str = "", title: str = "") -> Table:
     """Compare predictions of the same points, one row each.
 
@@ -179,8 +175,9 @@ def interval_table(
         label = f"{score.label}, {units}" if score.decimals is None and units else score.label
         cells = [_interval_cell(name, score, column) for column in columns.values()]
         ideal = score.ideal or _expected_if_calibrated(name, first)
-        if dof is not None and name in _LEVELS:
-            z = float(ndtri(0.5 * (1 + _LEVELS[name])))
+        levels = {"coverage_68": 0.68, "coverage_95": 0.95}  # of Gaussian intervals
+        if dof is not None and name in levels:
+            z = float(ndtri(0.5 * (1 + levels[name])))
             ideal = f"{100 * covering_levels([z], [1.0], dof)[0]:.1f} %"
         rows.append([label, *cells, ideal])
     note = ""
@@ -199,12 +196,12 @@ def interval_records(columns: Mapping[str, ScoreIntervals]) -> list[Record]:
     missing or not finite are None.
     """
     records: list[Record] = []
-    for column, given in columns.items():
+    for column, scores in columns.items():
         for name in _SCORES:
-            low, high = given.intervals.get(name, (None, None))
-            numbers = {"value": getattr(given.scores, name), "low": low, "high": high}
+            low, high = scores.intervals.get(name, (None, None))
+            numbers = {"value": getattr(scores.scores, name), "low": low, "high": high}
             finite = {key: _finite(value) for key, value in numbers.items()}
-            records.append({"column": column, "score": name, **finite, "level": given.level})
+            records.append({"column": column, "score": name, **finite, "level": scores.level})
     return records
 
 
@@ -213,11 +210,11 @@ def comparison_table(comparison: Comparison) -> Table:
     best = comparison.candidates[0].calibration
     rows = []
     for candidate in comparison.candidates:
-        one = candidate.calibration
+        fit = candidate.calibration
         delta = f"{candidate.behind:.4f} ± {candidate.standard_error:.4f}"
-        row = [one.method, f"{candidate.log_likelihood:.4f}", "" if one is best else delta]
-        row += [f"{one.aic - best.aic:+.1f}", f"{one.bic - best.bic:+.1f}"]
-        rows.append([*row, f"{one.alpha:.4g}", f"{one.gamma:.3f}"])
+        row = [fit.method, f"{candidate.log_likelihood:.4f}", "" if fit is best else delta]
+        row += [f"{fit.aic - best.aic:+.1f}", f"{fit.bic - best.bic:+.1f}"]
+        rows.append([*row, f"{fit.alpha:.4g}", f"{fit.gamma:.3f}"])
     rows += [[method, "not fitted", *[""] * 5] for method in comparison.failures]
     note = (
         "LL: cross-validated log likelihood per point. delta: difference to the best ± standard "
@@ -255,9 +252,9 @@ def write_number(value: float, uncertainty: float | None = None) -> str:
     """Format a number to two digits of its uncertainty, or to three significant digits."""
     if not math.isfinite(value):
         return "−∞" if value < 0 else "∞" if value > 0 else _MISSING
-    known = uncertainty if uncertainty and math.isfinite(uncertainty) else abs(value) / 10.0
-    decimals = 1 - math.floor(math.log10(known)) if known > 0.0 else 2
-    size = max(abs(value), known)
+    scale = uncertainty if uncertainty and math.isfinite(uncertainty) else abs(value) / 10.0
+    decimals = 1 - math.floor(math.log10(scale)) if scale > 0.0 else 2
+    size = max(abs(value), scale)
     if size >= 1e6 or (0.0 < size < 1e-4):
         digits = max(min(decimals + math.floor(math.log10(size)), 6), 1)
         return f"{value:.{digits}e}".replace("-", "−")
