@@ -243,7 +243,7 @@ def test_a_network_that_is_not_deterministic(dimers):
     settings = make_backbone(broken(features=features))
     sample = dimers[:4], [np.arange(5)] * 4
     with pytest.warns(QualmsWarning):
-        settings.fit((1, 8), Problem(20, 10, False), lambda: sample)
+        settings.fit((1, 8), Problem(10, False), lambda: sample)
 
 
 @pytest.mark.parametrize(

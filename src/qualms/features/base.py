@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
 
@@ -57,7 +58,6 @@ def in_box(atoms: Atoms, margin: float) -> Atoms:
 class Problem(NamedTuple):
     """Size of a training, on which the number of features may depend."""
 
-    n_environments: int
     n_representatives: int
     derivatives: bool  #: whether the model has forces
 
@@ -133,13 +133,6 @@ class RepresentationSettings(BaseModel, ABC):
 VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
 
 
-class Pulled(NamedTuple):
-    """Derivatives of R energies of a batch, each summed over its environments."""
-
-    positions: Float64Array  #: (n_atoms, 3, R): ∂e/∂r, in the order of `Tape.atoms`
-    strain: Float64Array | None  #: (n_structures, 6, R): ∂e/∂ε, in the order of `Tape.structures`
-
-
 class Changes(NamedTuple):
     """Changes of y, p of them, each with the position of an atom that is not the centre.
 
@@ -154,64 +147,83 @@ class Changes(NamedTuple):
     complete: bool = False
 
 
-class Tape(Protocol):
-    """Features of a batch of n environments, and how they depend on the positions of atoms."""
+@dataclass(frozen=True, eq=False)
+class Tape(ABC):
+    """Features of a batch of n environments, and how they depend on the positions of atoms.
+
+    Attributes
+    ----------
+    structures : (n_structures,) array of int
+        Structures of the batch, each once, as they are counted in the call of `tapes`.
+    atoms : (n_atoms,) array of int
+        Atoms of the batch and those around them, each once, counted through all structures.
+    owners : (n,) array of int
+        Structure of each environment, a place in `structures`.
+    centers : (n,) array of int
+        Atom at the centre of each environment, a place in `atoms`.
+    feature_scale : float, optional
+        y is divided by this; None if features are normalised.
+    """
+
+    structures: IntArray
+    atoms: IntArray
+    owners: IntArray
+    centers: IntArray
+    feature_scale: float | None
 
     @property
-    def x(self) -> Float64Array:
-        """Features of the kernel: (n, q)."""
-        ...
+    @abstractmethod
+    def y(self) -> Float64Array:
+        """Raw features: (n, q)."""
 
     @property
-    def lengths(self) -> Float64Array:
-        """Divisors of y: (n, 1)."""
-        ...
-
-    @property
-    def normalized(self) -> bool:
-        """Whether `lengths` are |y|, and not constants."""
-        ...
-
-    @property
+    @abstractmethod
     def columns(self) -> IntArray:
         """Features that are not zero in all environments, in ascending order."""
-        ...
 
-    @property
-    def owners(self) -> IntArray:
-        """Structure of each environment, a place in `structures`: (n,)."""
-        ...
+    @cached_property
+    def lengths(self) -> Float64Array:
+        """Divisors of y: (n, 1)."""
+        if self.feature_scale is not None:
+            return np.full((len(self.y), 1), self.feature_scale)
+        lengths: Float64Array = np.sqrt(np.einsum("ij,ij->i", self.y, self.y))[:, None]
+        lengths[lengths == 0] = 1.0
+        return lengths
 
-    @property
-    def centers(self) -> IntArray:
-        """Atom at the centre of each environment, a place in `atoms`: (n,)."""
-        ...
+    @cached_property
+    def x(self) -> Float64Array:
+        """Features of the kernel: (n, q)."""
+        x: Float64Array = self.y / self.lengths
+        return x
 
-    @property
-    def structures(self) -> IntArray:
-        """Structures of the batch, each once, as they are counted in the call of `tapes`."""
-        ...
+    @abstractmethod
+    def pull_back(
+        self, slopes: Float64Array, columns: IntArray
+    ) -> tuple[Float64Array, Float64Array | None]:
+        """Return derivatives of R energies, each summed over its environments.
 
-    @property
-    def atoms(self) -> IntArray:
-        """Atoms of the batch and those around them, each once, counted through all structures."""
-        ...
+        Parameters
+        ----------
+        slopes : (n, R, k) array
+            ∂e/∂y.
+        columns : (k,) array of int
+            Features that these are of: all, or `columns`.
 
-    def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
-        """Return derivatives by positions, and by strain if it was requested.
-
-        Slopes ∂e/∂x (n, R, k) are those of some columns: of all, or of `columns`. They may be
-        overwritten.
+        Returns
+        -------
+        positions : (n_atoms, 3, R) array
+            ∂e/∂r, in the order of `atoms`.
+        strain : (n_structures, 6, R) array, optional
+            ∂e/∂ε, in the order of `structures` and `VOIGT`, if it was requested.
         """
-        ...
 
+    @abstractmethod
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y with all positions."""
-        ...
 
+    @abstractmethod
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q) in the order of `VOIGT`, for r → (1 + ε) r, the cell included."""
-        ...
 
 
 class DifferentiableFeatures(Protocol):
@@ -229,10 +241,6 @@ class DifferentiableFeatures(Protocol):
         Without any, a tape has features alone. Changes with the positions of atoms that are not
         `moving` (n_atoms,), counted through all structures, may be left out.
         """
-        ...
-
-    def representatives(self, X: Float64Array) -> Float64Array:
-        """Return the features x (M, q) of representatives, as stored (M, d)."""
         ...
 
 
