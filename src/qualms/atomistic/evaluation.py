@@ -15,13 +15,13 @@ from ase import Atoms
 from ase.data import chemical_symbols
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
+from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.out_of_bag import not_zero_by_symmetry
 from qualms.atomistic.parts import Part, divided
 from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.atomistic.quantities import KINDS, TARGET
-from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_structures, symbols_of
 from qualms.calibration.members import calibrated_members
@@ -433,7 +433,7 @@ def _predict(
 
 
 def _computable(
-    potential: ReferencePotential,
+    potential: BaselinePotential,
     frames: Sequence[Atoms],
     references: Mapping[str, References],
     skip_failed: bool,

@@ -37,7 +37,7 @@ from qualms.gp.ensemble import group_codes
 from qualms.io.xyz import is_prediction
 
 if TYPE_CHECKING:
-    from qualms.atomistic.reference import ReferencePotential
+    from qualms.atomistic.delta import BaselinePotential
 
 #: Charge and spin of a structure: keys and values that are not the default. See `state_of`.
 State = tuple[tuple[str, float | str], ...]
@@ -318,7 +318,7 @@ def read_labels(
     frames: Sequence[Atoms],
     settings: Settings,
     *,
-    reference: ReferencePotential | None = None,
+    reference: BaselinePotential | None = None,
     skip_failed: bool = False,
     required: bool = True,
 ) -> Scan:
@@ -328,7 +328,7 @@ def read_labels(
     ----------
     frames : sequence of Atoms
     settings : Settings
-    reference : ReferencePotential, optional
+    reference : BaselinePotential, optional
         Labels are differences from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -478,7 +478,7 @@ def _differences(
     frames: Sequence[Atoms],
     found: Labelled,
     derivatives: ForceLabels | None,
-    reference: ReferencePotential,
+    reference: BaselinePotential,
     *,
     skip_failed: bool,
     required: bool,

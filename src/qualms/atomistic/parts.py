@@ -18,6 +18,7 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import IntArray
+from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
     Scan,
     State,
@@ -35,7 +36,6 @@ from qualms.atomistic.labels import (
     reject_without_energy,
 )
 from qualms.atomistic.quantities import DERIVATIVES, TARGET
-from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import FrameFiles, data_digest, symbols_of
 from qualms.errors import InputError
@@ -110,7 +110,7 @@ def take_census(
     *,
     workers: Workers | None = None,
     stages: Stages | None = None,
-    reference: ReferencePotential | None = None,
+    reference: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Census:
     """Read the labels of all structures, check them, and find duplicates.
@@ -124,7 +124,7 @@ def take_census(
         Labels of structures that belong together, or their key in ``atoms.info``.
     workers : Workers, optional
     stages : Stages, optional
-    reference : ReferencePotential, optional
+    reference : BaselinePotential, optional
         Labels are differences from it; workers make it themselves.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -194,7 +194,7 @@ def _scan(
     settings: Settings,
     group_key: str | None,
     skip_failed: bool,
-    reference: ReferencePotential | None,
+    reference: BaselinePotential | None,
 ) -> tuple[Scan, list[str]]:
     """Read the labels of a part, and those of groups if they have a key."""
     frames = list(part.frames)
@@ -211,14 +211,14 @@ def _scan(
     return replace(scan, data=data, states=states), labels
 
 
-_REFERENCES: dict[str, ReferencePotential] = {}
+_REFERENCES: dict[str, BaselinePotential] = {}
 
 
-def _own_reference(settings: Settings) -> ReferencePotential:
+def _own_reference(settings: Settings) -> BaselinePotential:
     """Return the reference potential of the labels, created once in each worker."""
     key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
     if key not in _REFERENCES:
-        made = make_reference(settings, confirmed=settings.reference)
+        made = make_baseline_potential(settings, confirmed=settings.reference)
         assert made is not None
         _REFERENCES[key] = made
     return _REFERENCES[key]

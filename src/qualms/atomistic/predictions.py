@@ -27,16 +27,16 @@ from ase.data import chemical_symbols
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
+from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
 from qualms.atomistic.labels import state_of
 from qualms.atomistic.quantities import TARGET
-from qualms.atomistic.reference import ReferencePotential, ReferenceValues
 from qualms.atomistic.structures import check_species, check_structures, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.base import BATCH, Batch, offsets_of, stream_features
+from qualms.features.base import BATCH, Batch, PotentialValues, offsets_of, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.
@@ -414,7 +414,7 @@ def predict_chunk(
     chunk: Chunk,
     request: Request,
     potential: Potential | None,
-    reference: ReferencePotential | None,
+    reference: BaselinePotential | None,
 ) -> StructurePrediction:
     """Return the calibrated prediction of some structures.
 
@@ -488,8 +488,8 @@ def predict_chunk(
 
 
 def reference_values(
-    chunk: Chunk, request: Request, reference: ReferencePotential
-) -> ReferenceValues:
+    chunk: Chunk, request: Request, reference: BaselinePotential
+) -> PotentialValues:
     """Return values of the reference potential; errors name structures by their numbers."""
     indices = range(chunk.first, chunk.first + len(chunk.frames))
     return reference.evaluate(

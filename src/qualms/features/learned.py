@@ -82,8 +82,8 @@ class Network(Protocol):
     It may have more, each of which is optional:
 
     - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
-    - ``reference(frames, forces=False, stress=False)``, which returns a
-      `qualms.features.base.Reference`;
+    - ``potential(frames, forces=False, stress=False)``, which returns energies of its own in
+      `qualms.features.base.PotentialValues`: it can be the baseline of a model;
     - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
       differences of features, 1e-4 by default, and ``digest``, a text that identifies it, which a
       model file stores and compares.
