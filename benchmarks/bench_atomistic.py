@@ -143,7 +143,7 @@ def raw_dscribe(engine: DscribeEngine, frames: Sequence[Atoms], *, own_species: 
 
 def raw_featomic(engine: FeatomicEngine, frames: Sequence[Atoms]) -> None:
     """Call featomic and do nothing else."""
-    engine.calculator.compute(list(frames), use_native_system=True)
+    engine.expansion.compute(list(frames), use_native_system=True)
 
 
 def engine_calls(soap: Soap, frames: Sequence[Atoms]) -> dict[str, Callable[[], object]]:

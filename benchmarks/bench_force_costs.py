@@ -111,7 +111,7 @@ def displaced(n: int) -> list[Atoms]:
 
 
 def step_table(divisor: int) -> dict[str, Any]:
-    """Time a step of a simulation of ethanol beside featomic's power spectrum with derivatives."""
+    """Time a step of a simulation of ethanol beside featomic's expansion with derivatives."""
     frames = displaced(120 // divisor)
     model = AtomisticModel("energy", forces="forces", n_representatives=500 // divisor).fit(frames)
     atoms, rng = frames[0].copy(), np.random.default_rng(1)
@@ -121,7 +121,7 @@ def step_table(divisor: int) -> dict[str, Any]:
 
     def featomic() -> object:
         given = {"gradients": ["positions"], "selected_samples": samples}
-        return engine.calculator.compute([atoms], **given, use_native_system=True)
+        return engine.expansion.compute([atoms], **given, use_native_system=True)
 
     def step() -> object:
         atoms.positions += rng.normal(0, 1e-3, atoms.positions.shape)

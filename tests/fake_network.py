@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from qualms.features.base import Reference
+from qualms.features.base import PotentialValues
 
 WIDTHS = np.array([0.8, 1.2, 1.7, 2.3])
 
@@ -72,8 +72,8 @@ class Densities:
         strain[k] = h
         return atoms.positions @ (np.eye(3) + strain.reshape(3, 3)).T
 
-    def reference(self, frames, *, forces=False, stress=False):
-        return Reference(np.array([float(len(atoms)) for atoms in frames]), None, None)
+    def potential(self, frames, *, forces=False, stress=False):
+        return PotentialValues(np.array([float(len(atoms)) for atoms in frames]))
 
 
 class NoDerivatives:

@@ -5,8 +5,10 @@ numerical derivatives of these energies.
 """
 
 import itertools
+import json
 
 import numpy as np
+from featomic import SoapPowerSpectrum
 
 from qualms.atomistic.forces import Derivatives, derivative_rows
 from qualms.features.compression import mixing_weights
@@ -18,8 +20,9 @@ def power_spectra(representation, scale, atoms):
     if scale.pseudo_species is not None:
         return mixed_spectra(representation, scale, atoms)
     engine = make_engine("featomic", scale, representation.species)
+    calculator = SoapPowerSpectrum(**json.loads(engine.expansion.parameters))
     spectra = np.zeros((len(atoms), engine.n_features))
-    for key, block in engine.calculator.compute(in_cell(atoms, scale)).items():
+    for key, block in calculator.compute(in_cell(atoms, scale)).items():
         pair = (int(key["neighbor_1_type"]), int(key["neighbor_2_type"]))
         for (_, atom), values in zip(block.samples.values, block.values, strict=True):
             spectra[atom, engine.pair_columns[pair]] = values

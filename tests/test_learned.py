@@ -77,19 +77,17 @@ def test_training_rows_are_derivatives_of_energies(dimers):
     (features,) = representation.differentiable
     (tape,) = features.tapes(dimers[:2], ("positions", "strain"))
     rng = np.random.default_rng(0)
-    b = rng.normal(size=(len(tape.x), 1, tape.x.shape[1]))
-    pulled = tape.pull_back(b.copy(), np.arange(tape.x.shape[1]))
-    along = b[:, 0] - np.einsum("nf,nf->n", b[:, 0], tape.x)[:, None] * tape.x
-    slopes = along / tape.lengths
+    slopes = rng.normal(size=tape.y.shape)
+    positions, strain = tape.pull_back(slopes[:, None], np.arange(tape.y.shape[1]))
     found = np.zeros((len(tape.atoms), 3))
     for owners, atoms, columns, values, complete in tape.push_forward():
         change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
         np.add.at(found, atoms, change)
         assert complete
-    np.testing.assert_allclose(found, pulled.positions[..., 0], atol=1e-5)
+    np.testing.assert_allclose(found, positions[..., 0], atol=1e-5)
     strained = np.einsum("nvf,nf->nv", tape.push_strain(), slopes)
     expected = np.stack([strained[:5].sum(axis=0), strained[5:].sum(axis=0)])
-    np.testing.assert_allclose(expected, pulled.strain[..., 0], atol=1e-5)
+    np.testing.assert_allclose(expected, strain[..., 0], atol=1e-5)
 
 
 def test_the_calculator_of_ase(trained, dimers):
@@ -243,7 +241,7 @@ def test_a_network_that_is_not_deterministic(dimers):
     settings = make_backbone(broken(features=features))
     sample = dimers[:4], [np.arange(5)] * 4
     with pytest.warns(QualmsWarning):
-        settings.fit((1, 8), Problem(20, 10, False), lambda: sample)
+        settings.fit((1, 8), Problem(10, False), lambda: sample)
 
 
 @pytest.mark.parametrize(
@@ -327,18 +325,18 @@ def test_training_rows_of_networks(pretrained, dimers):
     """Central differences agree with automatic differentiation."""
     (features,) = pretrained.fitted.representation.differentiable
     (tape,) = features.tapes(dimers[:1], ("positions", "strain"))
-    b = np.random.default_rng(0).normal(size=(5, 1, tape.x.shape[1]))
-    pulled = tape.pull_back(b.copy(), np.arange(tape.x.shape[1]))
-    slopes = b[:, 0] - np.einsum("nf,nf->n", b[:, 0], tape.x)[:, None] * tape.x
+    slopes = np.random.default_rng(0).normal(size=tape.y.shape)
+    slopes -= np.einsum("nf,nf->n", slopes, tape.x)[:, None] * tape.x
     slopes /= tape.lengths
+    positions, strain = tape.pull_back(slopes[:, None], np.arange(tape.y.shape[1]))
     found = np.zeros((5, 3))
     for owners, atoms, columns, values, _ in tape.push_forward():
         change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
         np.add.at(found, atoms, change)
-    scale = np.abs(pulled.positions).max()
-    np.testing.assert_allclose(found, pulled.positions[..., 0], atol=1e-4 * scale)
+    scale = np.abs(positions).max()
+    np.testing.assert_allclose(found, positions[..., 0], atol=1e-4 * scale)
     strained = np.einsum("nvf,nf->v", tape.push_strain(), slopes)
-    np.testing.assert_allclose(strained, pulled.strain[0, :, 0], atol=1e-4 * scale)
+    np.testing.assert_allclose(strained, strain[0, :, 0], atol=1e-4 * scale)
 
 
 def test_a_file_has_the_digest_of_the_weights(pretrained, dimers, tmp_path):
@@ -371,11 +369,11 @@ def test_elements_that_a_network_does_not_know(pretrained, dimers):
 
 def test_energies_of_the_network_itself(pretrained, dimers):
     network = pretrained.fitted.representation.network
-    found = network.reference(dimers[:2], forces=True)
+    found = network.potential(dimers[:2], forces=True)
     one, two = dimers[0].copy(), dimers[0].copy()
     one.positions[1, 0] += 1e-3
     two.positions[1, 0] -= 1e-3
-    plus, minus = network.reference([one, two]).energies
+    plus, minus = network.potential([one, two]).energies
     assert found.forces[0][1, 0] == pytest.approx(-(plus - minus) / 2e-3, abs=1e-3)
     assert found.stresses is None
 
@@ -483,7 +481,7 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
     np.testing.assert_allclose(network.features([crystal]), y[5:], atol=1e-12)
     b = np.random.default_rng(0).normal(size=(1, *y.shape))
     positions, strains = (found[0] for found in pull_back(b))
-    found = network.reference(frames, forces=True, stress=True)
+    found = network.potential(frames, forces=True, stress=True)
     h = 1e-4
     for s, i, axis in ((0, 3, 0), (1, 1, 1)):
         pairs = [[atoms.copy() for atoms in frames] for _ in range(2)]
@@ -492,7 +490,7 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
         plus, minus = (network.features(pair) for pair in pairs)
         expected = np.sum(b[0] * (plus - minus)) / (2 * h)
         assert positions[5 * s + i, axis] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        plus, minus = (network.reference(pair).energies[s] for pair in pairs)
+        plus, minus = (network.potential(pair).energies[s] for pair in pairs)
         assert found.forces[s][i, axis] == pytest.approx(-(plus - minus) / (2 * h), abs=1e-5)
     pair = [crystal.copy(), crystal.copy()]
     for sign, atoms in zip((1, -1), pair, strict=True):
@@ -501,7 +499,7 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
         atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
     plus, minus = network.features(pair).reshape(2, 2, -1)
     assert strains[1, 0, 1] == pytest.approx(np.sum(b[0, 5:] * (plus - minus)) / (2 * h), rel=1e-4)
-    plus, minus = network.reference(pair).energies
+    plus, minus = network.potential(pair).energies
     stress = (plus - minus) / (2 * h) / crystal.cell.volume
     assert found.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
     model = AtomisticModel("energy", representation=f"{backbone}:{path}", **FEW).fit(dimers[:30])

@@ -31,9 +31,9 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from qualms import AtomisticModel, InputError, QualmsWarning, resources, score
 from qualms.atomistic import passes, training
 from qualms.atomistic.census import take_census
+from qualms.atomistic.delta import StoredPotential
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.forces import kernel_terms
-from qualms.atomistic.reference import KeyReference
 from qualms.atomistic.settings import make_settings, parse_memory
 from qualms.execution import Workers
 from qualms.gp.representatives import farthest_points
@@ -501,7 +501,7 @@ def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
     """Also if features do not fit in the memory: the plan is made before."""
     calls = []
 
-    class Counting(KeyReference):
+    class Counting(StoredPotential):
         def results(self, frames, wanted):
             calls.extend(frames)
             return super().results(frames, wanted)

@@ -35,6 +35,7 @@ from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_integer, check_number
 from qualms.atomistic.baseline import structure_design
+from qualms.atomistic.delta import StoredPotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.model import AtomisticModel
@@ -45,7 +46,6 @@ from qualms.atomistic.predictions import (
     force_norm,
     member_energies,
 )
-from qualms.atomistic.reference import KeyReference
 from qualms.calibration.members import calibrated_members, source_members
 from qualms.calibration.methods import Calibration
 from qualms.errors import (
@@ -435,7 +435,7 @@ def _check_model(model: Model) -> None:
             "in eV.",
             parameter="model",
         )
-    if isinstance(model.reference, KeyReference):  # values of other positions would be used
+    if isinstance(model.reference, StoredPotential):  # values of other positions would be used
         raise InputError(
             f"The baseline of the `model` is read from structures ({model.reference.name}) and is "
             "not known when atoms move. Load the model with the calculator that computes it: "

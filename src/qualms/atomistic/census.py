@@ -19,6 +19,7 @@ from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray, joined_groups
 from qualms.atomistic.baseline import RCOND, atom_design
+from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
     ForceLabels,
     Labelled,
@@ -30,7 +31,6 @@ from qualms.atomistic.labels import (
     reject_without_energy,
 )
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET, Quantity
-from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import (
     FrameFiles,
@@ -311,7 +311,7 @@ def take_census(
     *,
     workers: Workers | None = None,
     stages: Stages | None = None,
-    reference: ReferencePotential | None = None,
+    reference: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Census:
     """Read the labels of all structures, check them, and find duplicates.
@@ -325,7 +325,7 @@ def take_census(
         Labels of structures that belong together, or their key in ``atoms.info``.
     workers : Workers, optional
     stages : Stages, optional
-    reference : ReferencePotential, optional
+    reference : BaselinePotential, optional
         Labels are differences from it; workers make it themselves.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -377,7 +377,7 @@ def _scan(
     settings: Settings,
     group_key: str | None,
     skip_failed: bool,
-    reference: ReferencePotential | None,
+    reference: BaselinePotential | None,
 ) -> Census:
     """Take the census of a part, as a task; there must be labels if they are required."""
     frames = list(part.frames)
@@ -397,14 +397,14 @@ def _scan(
     )
 
 
-_REFERENCES: dict[str, ReferencePotential] = {}
+_REFERENCES: dict[str, BaselinePotential] = {}
 
 
-def _reference_of_worker(settings: Settings) -> ReferencePotential:
+def _reference_of_worker(settings: Settings) -> BaselinePotential:
     """Return the reference potential of the labels, created once in each worker."""
     key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
     if key not in _REFERENCES:
-        made = make_reference(settings, confirmed=settings.reference)
+        made = make_baseline_potential(settings, confirmed=settings.reference)
         assert made is not None
         _REFERENCES[key] = made
     return _REFERENCES[key]
@@ -468,7 +468,7 @@ def read_labels(
     frames: Sequence[Atoms],
     settings: Settings,
     *,
-    reference: ReferencePotential | None = None,
+    reference: BaselinePotential | None = None,
     skip_failed: bool = False,
     required: bool = True,
 ) -> Census:
@@ -478,7 +478,7 @@ def read_labels(
     ----------
     frames : sequence of Atoms
     settings : Settings
-    reference : ReferencePotential, optional
+    reference : BaselinePotential, optional
         Labels are differences from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -594,7 +594,7 @@ def _differences(
     frames: Sequence[Atoms],
     targets: Labelled,
     derivatives: ForceLabels | None,
-    reference: ReferencePotential,
+    reference: BaselinePotential,
     *,
     skip_failed: bool,
     required: bool,

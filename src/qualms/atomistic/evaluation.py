@@ -13,12 +13,12 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
-from qualms.atomistic.reference import ReferencePotential
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import Part, check_structures, divided, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
@@ -248,7 +248,7 @@ def _predict_part(part: Part, model: AtomisticModel, request: Request) -> list[S
 
 
 def _computable(
-    potential: ReferencePotential,
+    potential: BaselinePotential,
     frames: Sequence[Atoms],
     references: Mapping[str, References],
     skip_failed: bool,

@@ -11,7 +11,7 @@ instance. A change of positions changes y, of which x is the normalised vector, 
 of every environment and neighbour is multiplied with all X (forward). **Predictions** have a column
 for each of R members, far fewer: the slopes b = ∂e/∂x = Σ_m w_m c f′(x·X_m) X_m of e = Σ_m w_m k_m
 are taken back to positions by the features (backward). If f is the square, the energy is a
-quadratic form in x, which takes less time if there are fewer features than representatives.
+quadratic form in x, which takes less time if it has fewer elements than the representatives.
 """
 
 from __future__ import annotations
@@ -35,14 +35,6 @@ from qualms.features.base import Changes, DifferentiableFeatures, Representation
 from qualms.features.soap import REMEDY
 from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
 
-#: Bytes that the quadratic forms of all members may take.
-_ROOM = 256e6
-#: Multiplications that take as long as reading a number from memory, and as making one w (x·X)^ζ.
-_READING, _MAKING = 36, 80
-#: How much longer a multiplication takes without quadratic forms: the products are smaller.
-_SLOWER = 1.7
-#: Environments whose w (x·X)^ζ are made at a time, few enough for a cache.
-_CHUNK = 8
 #: Derivatives by the positions of atoms, and perhaps by strain.
 _GRADIENTS = ("positions", "strain")
 
@@ -69,23 +61,20 @@ class KernelTerm:
         return self.share * self.function.value_and_slope(products)[0]
 
     def energy_slopes(self, tape: Tape) -> tuple[Float64Array, Float64Array, IntArray]:
-        """Return e (n, R), ∂e/∂x (n, R, k) and the k columns of x."""
-        x, used = tape.x, tape.columns
-        if self._prefers_form(len(x), len(used)):
-            slopes = (x @ self._forms).swapaxes(0, 1)
-            return (slopes @ x[:, :, None])[:, :, 0] / 2, slopes, np.arange(x.shape[1])
-        return *self._by_representatives(x[:, used], used), used
-
-    def _prefers_form(self, n: int, c: int) -> bool:
-        """Whether a quadratic form takes less time for n environments with c features.
-
-        Counted in multiplications, as measured with 16 members. Reading a number from memory takes
-        as long as many of them, and no cache holds the forms of all members.
-        """
+        """Return e (n, R), ∂e/∂y (n, R, k) and the k columns of y."""
+        x, columns = tape.x, tape.columns
         (M, q), R = self.representatives.shape, self.weights.shape[1]
-        if _exponent(self.function) != 2 or 8.0 * R * q**2 > _ROOM:
-            return False
-        return bool(q**2 * (n + _READING) < n * M * (_SLOWER * c + _MAKING))
+        is_square = _exponent(self.function) == 2
+        if is_square and q**2 <= M * len(columns) and 8.0 * R * q**2 <= 256e6:  # bytes
+            columns = np.arange(q)
+            slopes = (x @ self._forms).swapaxes(0, 1)
+            energies = (slopes @ x[:, :, None])[:, :, 0] / 2
+        else:
+            x = x[:, columns]
+            energies, slopes = self._by_representatives(x, columns)
+        if tape.feature_scale is None:  # ∂e/∂y = (b − (x·b) x)/|y|
+            slopes = slopes - (slopes @ x[:, :, None]) * x[:, None, :]
+        return energies, slopes / tape.lengths[:, :, None], columns
 
     @cached_property
     def _forms(self) -> Float64Array:
@@ -94,20 +83,18 @@ class KernelTerm:
         return np.stack([X.T @ (w[:, None] * X) for w in weights.T])
 
     def _by_representatives(
-        self, x: Float64Array, used: IntArray
+        self, x: Float64Array, columns: IntArray
     ) -> tuple[Float64Array, Float64Array]:
         """Return e (n, R) and b (n, R, c), by their definition."""
         (n, c), R = x.shape, self.weights.shape[1]
-        X, weights = self.representatives[:, used], self.share * self.weights
+        X, weights = self.representatives[:, columns], self.share * self.weights
         if _exponent(self.function) == 1:  # b is the same everywhere
             b = weights.T @ X
             return x @ b.T, np.repeat(b[None], n, axis=0)
         k, powers = self.function.value_and_slope(x @ X.T)
         slopes = np.empty((n, R, c))
-        for start in range(0, n, _CHUNK):
-            terms = powers[start : start + _CHUNK, None, :] * weights.T
-            into = slopes[start : start + _CHUNK].reshape(len(terms) * R, c)
-            np.matmul(terms.reshape(len(into), -1), X, out=into)
+        for i in range(n):  # w f′(x·X) of one environment is small enough for a cache
+            np.matmul(powers[i] * weights.T, X, out=slopes[i])
         return k @ weights, slopes
 
 
@@ -127,7 +114,7 @@ def kernel_terms(representation: Representation, representatives: FloatArray) ->
     X, none = representatives.astype(np.float64), np.empty((len(representatives), 0))
     terms = zip(representation.differentiable, product_terms(representation.kernel), strict=True)
     return [
-        KernelTerm(features, function, share, features.representatives(X[:, columns]), none)
+        KernelTerm(features, function, share, X[:, columns], none)
         for features, (function, share, columns) in terms
     ]
 
@@ -140,15 +127,14 @@ def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
 
 
 class Derivatives(NamedTuple):
-    """Energies (n_structures, R) without baseline, forces (n_atoms, 3, R) and perhaps virials.
+    """Energies of R members or representatives, without baseline, and their derivatives."""
 
-    Of R members or representatives. Virials ∂E/∂ε (n_structures, 6, R) are in the order of
-    `qualms.features.base.VOIGT`.
-    """
-
-    energies: Float64Array
-    forces: Float64Array
+    energies: Float64Array  #: (n_structures, R)
+    forces: Float64Array  #: (n_atoms, 3, R)
+    #: (n_structures, 6, R): ∂E/∂ε in the order of `qualms.features.base.VOIGT`
     virials: Float64Array | None
+    atoms: Float64Array | None = None  #: (n_atoms, R): energy of each environment
+    novelty: FloatArray | None = None  #: (n_atoms,)
 
 
 def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> Derivatives:
@@ -166,7 +152,7 @@ def derivatives(
     forces: bool = True,
     strain: bool = False,
     novelty: bool = False,
-) -> PotentialValues:
+) -> Derivatives:
     """Return energies and derivatives of structures, batch by batch of environments.
 
     Parameters
@@ -185,31 +171,19 @@ def derivatives(
         for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
             if similarity is not None:
                 similarity.add(term, tape)
-            if not forces:
-                products = tape.x @ term.representatives.T
-                energies = term.function.value_and_slope(products)[0] @ (term.share * term.weights)
-            else:
+            if forces:
                 energies, slopes, columns = term.energy_slopes(tape)
+                by_positions, by_strain = tape.pull_back(slopes, columns)
+                # An atom, or structure, may come in several batches, but only once in each.
+                total.forces[tape.atoms] -= by_positions
+                if total.virials is not None and by_strain is not None:
+                    total.virials[tape.structures] += by_strain
+            else:
+                energies = term.kernel(tape.x, term.representatives) @ term.weights
             np.add.at(total.energies, tape.structures[tape.owners], energies)
             atoms[tape.atoms[tape.centers]] += energies
-            if not forces:
-                continue
-            pulled = tape.pull_back(slopes, columns)
-            # An atom, or structure, may come in several batches, but only once in each.
-            total.forces[tape.atoms] -= pulled.positions
-            if total.virials is not None and pulled.strain is not None:
-                total.virials[tape.structures] += pulled.strain
-    return PotentialValues(*total, atoms, None if similarity is None else similarity.novelty())
-
-
-class PotentialValues(NamedTuple):
-    """Values of a potential: see `Derivatives`; and by environments."""
-
-    energies: Float64Array  #: (n_structures, R)
-    forces: Float64Array  #: (n_atoms, 3, R)
-    virials: Float64Array | None  #: (n_structures, 6, R)
-    atoms: Float64Array  #: (n_atoms, R): energy of each environment
-    novelty: FloatArray | None  #: (n_atoms,)
+    novelties = None if similarity is None else similarity.novelty()
+    return total._replace(atoms=atoms, novelty=novelties)
 
 
 class _Similarity:
@@ -286,7 +260,7 @@ def derivative_rows(term: KernelTerm, tape: Tape, *, strain: bool = False) -> De
     rows.energies[:] = np.asarray(sums @ (term.share * k))
     slopes *= term.share / tape.lengths
     # x·X times the slope; features that are not normalised have no second term.
-    products *= slopes if tape.normalized else 0.0
+    products *= slopes if tape.feature_scale is None else 0.0
     for changes in tape.push_forward():
         _add_forces(rows.forces, term, tape, changes, slopes, products)
     if rows.virials is not None:

@@ -15,6 +15,7 @@ from ase import Atoms
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic import training
+from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
 from qualms.atomistic.forces import Potential, make_potential
 from qualms.atomistic.model_file import read_model, write_model
@@ -28,7 +29,6 @@ from qualms.atomistic.predictions import (
     stream_chunks,
 )
 from qualms.atomistic.quantities import TARGET
-from qualms.atomistic.reference import ReferencePotential, make_reference
 from qualms.atomistic.settings import (
     Reference,
     Settings,
@@ -85,7 +85,7 @@ class AtomisticModel:
         self._potential: Potential | None = None
         #: The reference potential as the user gave it, rather than a file.
         self._confirmed = confirmed
-        self._reference: ReferencePotential | None = None
+        self._reference: BaselinePotential | None = None
 
     def fit(
         self,
@@ -407,11 +407,11 @@ class AtomisticModel:
             return self._potential
 
     @property
-    def reference(self) -> ReferencePotential | None:
+    def reference(self) -> BaselinePotential | None:
         """The reference potential whose values are added to predictions, if there is one."""
         with self._lock:
             if self._reference is None:
-                self._reference = make_reference(
+                self._reference = make_baseline_potential(
                     self.settings, confirmed=self._confirmed, threads=self.threads
                 )
             return self._reference

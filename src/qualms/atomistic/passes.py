@@ -102,8 +102,7 @@ def n_features(settings: Settings, data: TrainingSet) -> tuple[int, int]:
 
 
 def _problem(settings: Settings, data: TrainingSet) -> Problem:
-    n = data.n_environments
-    return Problem(n, min(settings.n_selected, n), settings.has_forces)
+    return Problem(min(settings.n_selected, data.n_environments), settings.has_forces)
 
 
 # --- features -------------------------------------------------------------------------------------

@@ -27,15 +27,15 @@ from ase.data import chemical_symbols
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
+from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
-from qualms.atomistic.reference import ReferencePotential, ReferenceValues
 from qualms.atomistic.structures import check_species, check_structures, state_of, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.base import BATCH, Batch, offsets_of, stream_features
+from qualms.features.base import BATCH, Batch, PotentialValues, offsets_of, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.
@@ -416,7 +416,7 @@ def predict_chunk(
     chunk: Chunk,
     request: Request,
     potential: Potential | None,
-    reference: ReferencePotential | None,
+    reference: BaselinePotential | None,
 ) -> StructurePrediction:
     """Return the calibrated prediction of some structures.
 
@@ -492,8 +492,8 @@ def predict_chunk(
 
 
 def reference_values(
-    chunk: Chunk, request: Request, reference: ReferencePotential
-) -> ReferenceValues:
+    chunk: Chunk, request: Request, reference: BaselinePotential
+) -> PotentialValues:
     """Return values of the reference potential; errors name structures by their numbers."""
     indices = range(chunk.first, chunk.first + len(chunk.frames))
     return reference.evaluate(

@@ -37,6 +37,7 @@ import qualms
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, row_space, spans
 from qualms.atomistic.census import Census, TrainingSet, take_census, thinned
+from qualms.atomistic.delta import BaselinePotential, calculator_version
 from qualms.atomistic.fitted import (
     Fitted,
     ProjectedVariance,
@@ -67,7 +68,6 @@ from qualms.atomistic.passes import (
     sum_rows,
 )
 from qualms.atomistic.quantities import KINDS, TARGET, Quantity
-from qualms.atomistic.reference import ReferencePotential, calculator_version
 from qualms.atomistic.settings import Settings, parse_memory, with_representation
 from qualms.atomistic.structures import FrameFiles, symbols_of
 from qualms.calibration.choice import fit_best
@@ -83,7 +83,6 @@ from qualms.errors import CalibrationError, ExactFitError, InputError, counted, 
 from qualms.execution import AHEAD, Workers
 from qualms.features.base import (
     BATCH,
-    BLOCK,
     SERIAL,
     Representation,
 )
@@ -134,7 +133,7 @@ def fit(
     workers: Workers | None = None,
     threads: int = 1,
     stages: Stages | None = None,
-    reference: ReferencePotential | None = None,
+    reference: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Fitted:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
@@ -153,7 +152,7 @@ def fit(
         Cores of this process.
     stages : Stages, optional
         Shows the progress.
-    reference : ReferencePotential, optional
+    reference : BaselinePotential, optional
         The model learns the differences of the labels from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -377,7 +376,7 @@ def memory_needed(
     if processes > 1:
         batch += processes * (0.25e9 + 12.0 * min(BATCH, n) * d_raw)
     chunk = min(CHUNK, data.n_rows)
-    products = 12.0 * BLOCK * M + 16.0 * chunk * M + 12.0 * M * d
+    products = 12.0 * BATCH * M + 16.0 * chunk * M + 12.0 * M * d
     if settings.learns_forces:
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)  # derivatives by some 30 neighbours
     summing = products + 3.0 * square * len(data.quantities)

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 import scipy.linalg
@@ -28,6 +29,8 @@ from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
 
 Dtype: TypeAlias = np.dtype[np.floating[Any]]
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 #: Package of each pretrained network, as it is installed.
 PACKAGES = {"sevennet": "sevenn", "mace": "mace-torch", "metatomic": "metatomic-torch"}
@@ -57,7 +60,6 @@ def in_box(atoms: Atoms, margin: float) -> Atoms:
 class Problem(NamedTuple):
     """Size of a training, on which the number of features may depend."""
 
-    n_environments: int
     n_representatives: int
     derivatives: bool  #: whether the model has forces
 
@@ -133,13 +135,6 @@ class RepresentationSettings(BaseModel, ABC):
 VOIGT = ([0, 1, 2, 1, 0, 0], [0, 1, 2, 2, 2, 1])
 
 
-class Pulled(NamedTuple):
-    """Derivatives of R energies of a batch, each summed over its environments."""
-
-    positions: Float64Array  #: (n_atoms, 3, R): ∂e/∂r, in the order of `Tape.atoms`
-    strain: Float64Array | None  #: (n_structures, 6, R): ∂e/∂ε, in the order of `Tape.structures`
-
-
 class Changes(NamedTuple):
     """Changes of y, p of them, each with the position of an atom that is not the centre.
 
@@ -154,64 +149,83 @@ class Changes(NamedTuple):
     complete: bool = False
 
 
-class Tape(Protocol):
-    """Features of a batch of n environments, and how they depend on the positions of atoms."""
+@dataclass(frozen=True, eq=False)
+class Tape(ABC):
+    """Features of a batch of n environments, and how they depend on the positions of atoms.
+
+    Attributes
+    ----------
+    structures : (n_structures,) array of int
+        Structures of the batch, each once, as they are counted in the call of `tapes`.
+    atoms : (n_atoms,) array of int
+        Atoms of the batch and those around them, each once, counted through all structures.
+    owners : (n,) array of int
+        Structure of each environment, a place in `structures`.
+    centers : (n,) array of int
+        Atom at the centre of each environment, a place in `atoms`.
+    feature_scale : float, optional
+        y is divided by this; None if features are normalised.
+    """
+
+    structures: IntArray
+    atoms: IntArray
+    owners: IntArray
+    centers: IntArray
+    feature_scale: float | None
 
     @property
-    def x(self) -> Float64Array:
-        """Features of the kernel: (n, q)."""
-        ...
+    @abstractmethod
+    def y(self) -> Float64Array:
+        """Raw features: (n, q)."""
 
     @property
-    def lengths(self) -> Float64Array:
-        """Divisors of y: (n, 1)."""
-        ...
-
-    @property
-    def normalized(self) -> bool:
-        """Whether `lengths` are |y|, and not constants."""
-        ...
-
-    @property
+    @abstractmethod
     def columns(self) -> IntArray:
         """Features that are not zero in all environments, in ascending order."""
-        ...
 
-    @property
-    def owners(self) -> IntArray:
-        """Structure of each environment, a place in `structures`: (n,)."""
-        ...
+    @cached_property
+    def lengths(self) -> Float64Array:
+        """Divisors of y: (n, 1)."""
+        if self.feature_scale is not None:
+            return np.full((len(self.y), 1), self.feature_scale)
+        lengths: Float64Array = np.sqrt(np.einsum("ij,ij->i", self.y, self.y))[:, None]
+        lengths[lengths == 0] = 1.0
+        return lengths
 
-    @property
-    def centers(self) -> IntArray:
-        """Atom at the centre of each environment, a place in `atoms`: (n,)."""
-        ...
+    @cached_property
+    def x(self) -> Float64Array:
+        """Features of the kernel: (n, q)."""
+        x: Float64Array = self.y / self.lengths
+        return x
 
-    @property
-    def structures(self) -> IntArray:
-        """Structures of the batch, each once, as they are counted in the call of `tapes`."""
-        ...
+    @abstractmethod
+    def pull_back(
+        self, slopes: Float64Array, columns: IntArray
+    ) -> tuple[Float64Array, Float64Array | None]:
+        """Return derivatives of R energies, each summed over its environments.
 
-    @property
-    def atoms(self) -> IntArray:
-        """Atoms of the batch and those around them, each once, counted through all structures."""
-        ...
+        Parameters
+        ----------
+        slopes : (n, R, k) array
+            ∂e/∂y.
+        columns : (k,) array of int
+            Features that these are of: all, or `columns`.
 
-    def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
-        """Return derivatives by positions, and by strain if it was requested.
-
-        Slopes ∂e/∂x (n, R, k) are those of some columns: of all, or of `columns`. They may be
-        overwritten.
+        Returns
+        -------
+        positions : (n_atoms, 3, R) array
+            ∂e/∂r, in the order of `atoms`.
+        strain : (n_structures, 6, R) array, optional
+            ∂e/∂ε, in the order of `structures` and `VOIGT`, if it was requested.
         """
-        ...
 
+    @abstractmethod
     def push_forward(self) -> Iterator[Changes]:
         """Yield the changes of y with all positions."""
-        ...
 
+    @abstractmethod
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q) in the order of `VOIGT`, for r → (1 + ε) r, the cell included."""
-        ...
 
 
 class DifferentiableFeatures(Protocol):
@@ -231,10 +245,6 @@ class DifferentiableFeatures(Protocol):
         """
         ...
 
-    def representatives(self, X: Float64Array) -> Float64Array:
-        """Return the features x (M, q) of representatives, as stored (M, d)."""
-        ...
-
 
 # --- representations ---
 
@@ -242,15 +252,15 @@ class DifferentiableFeatures(Protocol):
 SERIAL = 30_000
 
 
-class Reference(NamedTuple):
-    """Predictions of a pretrained model itself: in eV, eV/Å and eV/Å³, with ASE's order and sign.
+class PotentialValues(NamedTuple):
+    """Energies and perhaps forces and stresses of n structures by a potential.
 
-    There are no forces, or stresses, if they are not requested.
+    They are in eV, eV/Å and eV/Å³ if nothing else is said. Missing values are NaN.
     """
 
-    energies: Float64Array  #: (n_structures,)
-    forces: list[Float64Array] | None  #: (n_atoms, 3) for each structure
-    stresses: Float64Array | None  #: (n_structures, 6)
+    energies: Float64Array  #: (n,)
+    forces: list[Float64Array] | None = None  #: (n_atoms, 3) each
+    stresses: Float64Array | None = None  #: (n, 6), in ASE's order and sign
 
 
 @dataclass(frozen=True)
@@ -330,14 +340,8 @@ class Representation(ABC):
 
 # --- features of many structures, in batches, on several cores ---
 
-#: Environments whose features are multiplied at once.
-BLOCK = 4096
 #: Environments in a batch: enough for matrix products, few enough to limit the memory.
 BATCH = 4096
-#: Batches for each process that are computed ahead of the consumer.
-_AHEAD = 2
-
-_executor: Any = None
 
 
 class Batch(NamedTuple):
@@ -359,7 +363,7 @@ class Batch(NamedTuple):
 _Task = tuple[list[Atoms], list[IntArray]]
 
 
-def structure_blocks(offsets: IntArray, size: int = BLOCK) -> Iterator[tuple[int, int]]:
+def structure_blocks(offsets: IntArray, size: int = BATCH) -> Iterator[tuple[int, int]]:
     """Yield ranges of consecutive structures with about `size` environments each."""
     first, n = 0, len(offsets) - 1
     while first < n:
@@ -381,19 +385,17 @@ def stream_features(
     The structures, (Atoms, centers), may come from a generator that reads a file. They are shared
     among worker processes if there are at least `Representation.serial` environments.
     """
-    tasks = _tasks(structures, batch)
+    tasks, compute = _tasks(structures, batch), partial(_compute, representation=representation)
     head: list[_Task] = []
     count = 0
-    while (
-        n_workers > 1 and count < representation.serial and (task := next(tasks, None)) is not None
-    ):
+    while n_workers > 1 and count < representation.serial and (task := next(tasks, None)):
         head.append(task)
         count += sum(map(len, task[1]))
     tasks = chain(head, tasks)
     if n_workers > 1 and count >= representation.serial:
-        yield from _parallel(representation, tasks, n_workers)
+        yield from in_processes(compute, tasks, n_workers)
     else:
-        yield from (_compute(representation, task) for task in tasks)
+        yield from map(compute, tasks)
 
 
 def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[_Task]:
@@ -413,32 +415,39 @@ def _tasks(structures: Iterable[tuple[Atoms, IntArray]], size: int) -> Iterator[
         yield frames, centers
 
 
-def _compute(representation: Representation, task: _Task) -> Batch:
+def _compute(task: _Task, representation: Representation) -> Batch:
     frames, centers = task
     sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
     return Batch(representation.features(frames, centers), sizes)
 
 
-def _parallel(
-    representation: Representation, tasks: Iterator[_Task], n_workers: int
-) -> Iterator[Batch]:
-    """Compute a few batches ahead: `joblib.Parallel` would not wait for the consumer."""
-    # One thread each: the processes are the parallelism.
+# --- processes of this machine ---
+
+_executor: Any = None
+
+
+def in_processes(
+    function: Callable[[Task], Result], tasks: Iterable[Task], n_workers: int
+) -> Iterator[Result]:
+    """Yield the result of each task in order, computed by processes of one thread each.
+
+    A few are computed ahead: `joblib.Parallel` would not wait for the consumer.
+    """
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
     global _executor
     executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
     pending: deque[Any] = deque()
     try:
         for task in tasks:
-            pending.append(executor.submit(_compute, representation, task))
-            if len(pending) > _AHEAD * n_workers:
+            pending.append(executor.submit(function, task))
+            if len(pending) > 2 * n_workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     except TerminatedWorkerError as error:
         raise QualmsError(
-            "A process that computed features was ended by the system, perhaps for lack of memory. "
-            "Use fewer threads, or a lower memory limit."
+            "A process was ended by the system, perhaps for lack of memory. Use fewer threads, or "
+            "a lower memory limit."
         ) from error
     finally:
         for future in pending:
@@ -448,7 +457,7 @@ def _parallel(
 
 
 def stop_workers() -> None:
-    """End the processes that computed features, and free their memory."""
+    """End the processes, and free their memory."""
     global _executor
     if _executor is not None:
         _executor.shutdown(wait=True)

@@ -26,7 +26,7 @@ import numpy as np
 import scipy.linalg
 from ase.data import covalent_radii
 
-from qualms.arrays import Float64Array, FloatArray
+from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.gp.kernels import normalize_rows
 
 #: Environments from which a compression is found: a quarter of them, but so many.
@@ -54,7 +54,7 @@ def sample_size(n_environments: int) -> int:
 
 
 def fit_projection(
-    X: FloatArray, method: str, n_features: int, blocks: Sequence[slice] = ()
+    X: FloatArray, method: str, n_features: int, blocks: Sequence[IntArray] = ()
 ) -> Projection:
     """Fit a projection of the features X (n, D), rows of about unit length.
 
@@ -89,7 +89,7 @@ def principal_components(X: FloatArray, q: int) -> Float64Array:
     return components
 
 
-def components_of_pairs(X: FloatArray, q: int, blocks: Sequence[slice]) -> Float64Array:
+def components_of_pairs(X: FloatArray, q: int, blocks: Sequence[IntArray]) -> Float64Array:
     """Return the q largest principal components of single blocks of columns: (D, q).
 
     The largest first, each of them zero in all blocks but its own.

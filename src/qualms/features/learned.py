@@ -46,12 +46,13 @@ from qualms.features.base import (
     DifferentiableFeatures,
     Dtype,
     Problem,
-    Pulled,
     Representation,
     RepresentationDocument,
     RepresentationSettings,
     Sample,
+    Tape,
     offsets_of,
+    structure_blocks,
 )
 from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
 
@@ -81,8 +82,8 @@ class Network(Protocol):
     It may have more, each of which is optional:
 
     - ``vjp(frames)``, which returns features and a function, `PullBack`: models have forces;
-    - ``reference(frames, forces=False, stress=False)``, which returns a
-      `qualms.features.base.Reference`;
+    - ``potential(frames, forces=False, stress=False)``, which returns energies of its own in
+      `qualms.features.base.PotentialValues`: it can be the baseline of a model;
     - ``species``, the atomic numbers that it knows, ``cutoff`` in Å, ``step`` in Å for central
       differences of features, 1e-4 by default, and ``digest``, a text that identifies it, which a
       model file stores and compares.
@@ -486,38 +487,34 @@ class NetworkFeatures:
     ) -> Iterator[NetworkTape]:
         """Yield all environments, of some structures at a time."""
         offsets = offsets_of([len(atoms) for atoms in frames])
-        first = 0
-        while first < len(frames):
-            last = int(np.searchsorted(offsets, offsets[first] + _ATOMS, side="right")) - 1
-            last = min(max(last, first + 1), len(frames))
-            structures = np.arange(first, last)
+        for first, last in structure_blocks(offsets, _ATOMS):
             atoms = np.arange(offsets[first], offsets[last])
-            chosen = list(frames[first:last])
-            moved = np.ones(len(atoms), dtype=bool) if moving is None else moving[atoms]
-            wanted = bool(gradients)
-            yield NetworkTape(self.representation, chosen, structures, atoms, wanted, moved)
-            first = last
+            sizes = np.diff(offsets[first : last + 1])
+            yield NetworkTape(
+                structures=np.arange(first, last),
+                atoms=atoms,
+                owners=np.repeat(np.arange(last - first), sizes),
+                centers=np.arange(len(atoms)),
+                feature_scale=None,
+                representation=self.representation,
+                frames=frames[first:last],
+                gradients=bool(gradients),
+                moving=np.ones(len(atoms), dtype=bool) if moving is None else moving[atoms],
+            )
 
-    def representatives(self, X: Float64Array) -> Float64Array:
-        """Return representatives as they are stored."""
-        return X
 
-
-@dataclass(frozen=True)
-class NetworkTape:
-    """Features of all atoms of some structures: a `qualms.features.base.Tape`."""
+@dataclass(frozen=True, eq=False)
+class NetworkTape(Tape):
+    """Features of all atoms of some structures."""
 
     representation: LearnedRepresentation
-    frames: list[Atoms]
-    structures: IntArray
-    atoms: IntArray
+    frames: Sequence[Atoms]
     gradients: bool
     moving: BoolArray  #: (n,): atoms with whose positions changes are needed
-    normalized: ClassVar[bool] = True
 
     @cached_property
     def _evaluated(self) -> tuple[Float64Array, PullBack | None]:
-        """Raw features y (n, n_raw), and the vector-Jacobian product if it is needed."""
+        """Features of the network (n, n_raw), and its vector-Jacobian product if it is needed."""
         if not self.gradients:
             return self.representation.raw_features(self.frames), None
         y, pull_back = self.representation.network.vjp(self.frames)
@@ -529,16 +526,9 @@ class NetworkTape:
         return np.concatenate([atoms.numbers for atoms in self.frames])
 
     @cached_property
-    def lengths(self) -> Float64Array:
-        """Norms of y: (n, 1)."""
-        lengths = np.linalg.norm(self._evaluated[0], axis=1, keepdims=True)
-        lengths[lengths == 0] = 1.0
-        return np.asarray(lengths)
-
-    @cached_property
-    def x(self) -> Float64Array:
-        """Features of the kernel: (n, d)."""
-        return self.representation.placed(self._evaluated[0] / self.lengths, self.numbers)
+    def y(self) -> Float64Array:
+        """Raw features, in the columns of species: (n, d)."""
+        return self.representation.placed(self._evaluated[0], self.numbers)
 
     @property
     def columns(self) -> IntArray:
@@ -547,28 +537,17 @@ class NetworkTape:
         n = self.representation.n_raw
         return np.concatenate([np.arange(k * n, (k + 1) * n) for k in places])
 
-    @cached_property
-    def owners(self) -> IntArray:
-        """Structure of each environment, counted in the batch."""
-        return np.repeat(np.arange(len(self.frames)), [len(atoms) for atoms in self.frames])
-
-    @property
-    def centers(self) -> IntArray:
-        """Atom of each environment."""
-        return np.arange(len(self.atoms))
-
-    def pull_back(self, slopes: Float64Array, columns: IntArray) -> Pulled:
-        """Return derivatives by positions and strain for slopes ∂e/∂x (n, R, k)."""
-        y, pull_back = self._evaluated
+    def pull_back(
+        self, slopes: Float64Array, columns: IntArray
+    ) -> tuple[Float64Array, Float64Array | None]:
+        """Return derivatives by positions and strain, for slopes ∂e/∂y (n, R, k)."""
+        pull_back, n_raw = self._evaluated[1], self.representation.n_raw
         assert pull_back is not None, "derivatives were requested"
-        n, R = len(y), slopes.shape[1]
-        own = np.searchsorted(self.representation.species, self.numbers) * y.shape[1]
+        n, R = slopes.shape[:2]
+        own = np.searchsorted(self.representation.species, self.numbers) * n_raw
         # Slopes by the features of other species are multiplied with zeros.
         first = np.searchsorted(columns, own)
-        b = np.stack([slopes[i, :, k : k + y.shape[1]] for i, k in enumerate(first)], axis=1)
-        x = y / self.lengths
-        b -= np.einsum("rnf,nf->rn", b, x)[:, :, None] * x
-        b /= self.lengths
+        b = np.stack([slopes[i, :, k : k + n_raw] for i, k in enumerate(first)], axis=1)
         positions, strain = map(np.asarray, pull_back(b.reshape(R, n, -1)))
         shapes = (R, n, 3), (R, len(self.frames), 3, 3)
         finite = np.all(np.isfinite(positions)) and np.all(np.isfinite(strain))
@@ -580,7 +559,7 @@ class NetworkTape:
                 parameter="representation",
             )
         virials = strain[:, :, *VOIGT]
-        return Pulled(positions.transpose(1, 2, 0), virials.transpose(1, 2, 0))
+        return positions.transpose(1, 2, 0), virials.transpose(1, 2, 0)
 
     @property
     def _step(self) -> float:

@@ -24,7 +24,7 @@ from ase.neighborlist import primitive_neighbor_list
 
 from qualms.arrays import Float64Array
 from qualms.errors import InputError
-from qualms.features.base import PACKAGES, VOIGT, Reference, offsets_of
+from qualms.features.base import PACKAGES, VOIGT, PotentialValues, offsets_of
 from qualms.features.learned import Weights
 
 #: Atoms in a forward pass: intermediate results of more do not fit in the cache.
@@ -79,9 +79,9 @@ class TorchNetwork(ABC):
 
         return found.features.detach().double().numpy(), pull_back
 
-    def reference(
+    def potential(
         self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
-    ) -> Reference:
+    ) -> PotentialValues:
         """Return energies, and perhaps forces and stresses, of the network itself."""
         energies, of_atoms, stresses = [], [], []
         for batch in _batches(frames):
@@ -101,7 +101,7 @@ class TorchNetwork(ABC):
                 of_atoms += np.split(-slopes, edges[1:-1])
                 volumes = np.array([max(atoms.cell.volume, 1e-30) for atoms in batch])
                 stresses.append(virials[:, *VOIGT] / volumes[:, None])
-        return Reference(
+        return PotentialValues(
             np.concatenate(energies),
             of_atoms if forces else None,
             np.concatenate(stresses) if stress else None,

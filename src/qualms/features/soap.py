@@ -12,16 +12,15 @@ in the sum of Eq. (13), so that the inner product of two vectors is that sum.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations_with_replacement, pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from ase import Atoms
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from scipy.sparse import csc_array
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted, did_you_mean
@@ -130,10 +129,10 @@ class Soap(RepresentationSettings):
     normalize : bool
         Whether power spectra are scaled to unit length.
     compression : Compression, "auto" or None
-        "auto" compresses to 1000 principal components if that saves time in training, or if there
-        are so many representatives that rounding of float32 would limit the accuracy. For an
-        energy with `smoothing`, which has forces, it keeps 32 components for each pair of species,
-        or 64 with 2500 representatives, and at least 192 in all; at most 320 of pseudo-species.
+        "auto" compresses to 1000 principal components if there are at least 2500 representatives:
+        rounding of float32 would limit the accuracy. For an energy with `smoothing`, which has
+        forces, it keeps 32 components for each pair of species, or 64 with 2500 representatives,
+        and at least 192 in all; at most 320 of pseudo-species.
     engine : {"auto", "dscribe", "featomic"}
         "auto" is dscribe, the faster one for values, unless `smoothing` or `pseudo_species`
         requires featomic.
@@ -189,13 +188,12 @@ class Soap(RepresentationSettings):
         """Return the numbers of features after and before compression."""
         widths = SoapRepresentation(self, tuple(species)).widths
         compression = resolve_compression(self, species, problem)
-        kept = sum(widths)
-        if compression is not None:
-            kept = sum(min(w, compression.n_features) for w in widths)
-        return kept, sum(widths)
+        if compression is None:
+            return sum(widths), sum(widths)
+        return sum(min(w, compression.n_features) for w in widths), sum(widths)
 
     def fit(self, species: Sequence[int], problem: Problem, sample: Sample) -> SoapRepresentation:
-        """Return the representation, with a compression fitted to a sample if it pays."""
+        """Return the representation, with a compression fitted to a sample if there is one."""
         compression = resolve_compression(self, species, problem)
         if compression is None and self.normalize:
             return SoapRepresentation(self, tuple(species))
@@ -252,10 +250,6 @@ PRESETS: dict[str, Soap] = {
     ),
     "inorganic": Soap(scales=(Scale(smoothing=0.5, pseudo_species=6),)),
 }  # fmt: skip
-#: Elements of organic crystals, which have carbon and hydrogen.
-_ORGANIC = frozenset((1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53))
-#: Elements up to which molecules are described by all pairs of them.
-_FEW_ELEMENTS = 8
 
 
 def choose_preset(species: Sequence[int], kind: str, *, periodic: bool) -> tuple[str, str]:
@@ -265,10 +259,10 @@ def choose_preset(species: Sequence[int], kind: str, *, periodic: bool) -> tuple
     with carbon, hydrogen and other elements of organic molecules alone are organic, or nmr for
     properties of atoms. All others are inorganic.
     """
-    name = "inorganic"
-    if not periodic and len(species) <= _FEW_ELEMENTS:
+    name, of_organic_crystals = "inorganic", {1, 5, 6, 7, 8, 9, 14, 15, 16, 17, 34, 35, 53}
+    if not periodic and len(species) <= 8:
         name = "organic"
-    elif periodic and {1, 6} <= {*species} <= _ORGANIC:
+    elif periodic and {1, 6} <= {*species} <= of_organic_crystals:
         name = "nmr" if kind == "atomic" else "organic"
     what = "crystals" if periodic else "molecules"
     if periodic and name != "inorganic":
@@ -342,20 +336,9 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 # --- engines ---
 
-#: Atoms up to which densities are summed here, if there are derivatives.
-_FEW_ATOMS = 16
-
-Precision = type[np.float32] | type[np.float64]
-#: Applied to the power spectra (n, c) of a structure while they are in the cache.
-Finish: TypeAlias = Callable[[FloatArray], FloatArray]
-
-
-class Piece(NamedTuple):
-    """Power spectra (n, c) of some environments (n,) of a batch; other features are zero."""
-
-    rows: IntArray
-    columns: tuple[slice, ...]
-    values: FloatArray
+#: Power spectra of some environments: which of a batch they are (n,), their features that are not
+#: zero (c,), and the values of these (n, c).
+Spectra: TypeAlias = tuple[IntArray, IntArray, Float64Array]
 
 
 @dataclass(frozen=True)
@@ -367,43 +350,31 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def pair_columns(self) -> dict[tuple[int, int], slice]:
+    def pair_columns(self) -> dict[tuple[int, int], IntArray]:
         """Features of each pair of species."""
 
     @abstractmethod
-    def pieces(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        finish: Finish = lambda spectra: spectra,
-        dtype: Precision = np.float32,
-    ) -> Iterator[Piece]:
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
         """Yield the power spectra of the chosen atoms of each structure."""
-
-    @property
-    @abstractmethod
-    def error(self) -> type[Exception]:
-        """What the library raises if it cannot compute the radial functions."""
 
     @property
     def n_features(self) -> int:
         """Length of a power spectrum."""
-        return max(int(columns.stop) for columns in self.pair_columns.values())
+        return sum(map(len, self.pair_columns.values()))
 
 
 @lru_cache(maxsize=16)
-def make_engine(name: str, scale: Scale, species: tuple[int, ...]) -> Engine:
+def make_engine(
+    name: Literal["dscribe", "featomic"], scale: Scale, species: tuple[int, ...]
+) -> Engine:
     """Return an engine; cached, since the set-up takes longer than a small molecule."""
-    if name not in ("dscribe", "featomic"):
-        raise InputError(
-            f"There is no engine {name!r}; use 'dscribe' or 'featomic'.", parameter="engine"
-        )
-    of_featomic = FeatomicEngine if scale.pseudo_species is None else PseudoSpeciesEngine
-    engine = (DscribeEngine if name == "dscribe" else of_featomic)(scale, species)
+    engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
     try:
-        next(engine.pieces([Atoms([species[0]])], [np.arange(1)]))
-    except engine.error as error:
-        if "radial" not in str(error):
+        next(engine.spectra([Atoms([species[0]])], [np.arange(1)]))
+    except Exception as error:  # of radial functions, dscribe or featomic has its own
+        if type(error).__name__ not in ("ValueError", "FeatomicError") or "radial" not in str(
+            error
+        ):
             raise
         raise InputError(
             f"{name} cannot compute {counted(scale.n_radial, 'radial function')} with a cutoff of "
@@ -430,24 +401,19 @@ class DscribeEngine(Engine):
     """dscribe's SOAP.
 
     A molecule is described in its own species, which is faster and gives shorter vectors to
-    normalise and compress; `Piece.columns` places them among the features of all species.
+    normalise and compress.
     """
 
     @cached_property
-    def pair_columns(self) -> dict[tuple[int, int], slice]:
+    def pair_columns(self) -> dict[tuple[int, int], IntArray]:
         """Features of each pair of species."""
         soap = _dscribe_soap(self.scale, self.species, False)
+        features = np.arange(soap.get_number_of_features())
         pairs = combinations_with_replacement(self.species, 2)
-        return {pair: soap.get_location(pair) for pair in pairs}
+        return {pair: features[soap.get_location(pair)] for pair in pairs}
 
-    def pieces(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        finish: Finish = lambda spectra: spectra,
-        dtype: Precision = np.float32,
-    ) -> Iterator[Piece]:
-        """Yield power spectra, a piece for each set of species and kind of periodicity."""
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
+        """Yield power spectra, those of each set of species and kind of periodicity together."""
         starts = offsets_of([len(c) for c in centers])
         alike: dict[tuple[tuple[int, ...], bool], list[int]] = {}
         for i, atoms in enumerate(frames):
@@ -458,20 +424,16 @@ class DscribeEngine(Engine):
             soap = _dscribe_soap(self.scale, present, periodic)
             root = self._root_multiplicity(len(present))
             rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-            values, first = np.empty((len(rows), len(root)), dtype=dtype), 0
+            values, first = np.empty((len(rows), len(root))), 0
             for i in members:
-                spectra = soap.create(in_cell(frames[i], self.scale), centers=centers[i].tolist())
-                spectra *= root
-                values[first : first + len(spectra)] = finish(spectra)
-                first += len(spectra)
-            columns = [self.pair_columns[p] for p in combinations_with_replacement(present, 2)]
-            whole = present == self.species
-            yield Piece(rows, (slice(0, len(root)),) if whole else tuple(columns), values)
-
-    @property
-    def error(self) -> type[Exception]:
-        """What dscribe raises if it cannot compute the radial functions."""
-        return ValueError
+                last = first + len(centers[i])
+                values[first:last] = soap.create(
+                    in_cell(frames[i], self.scale), centers=centers[i].tolist()
+                )
+                first = last
+            values *= root
+            pairs = combinations_with_replacement(present, 2)
+            yield rows, np.concatenate([self.pair_columns[pair] for pair in pairs]), values
 
     def _root_multiplicity(self, n_species: int) -> Float64Array:
         """Return √2 for each pair αn ≠ α′n′, and 1 for αn = α′n′, in dscribe's order."""
@@ -503,194 +465,163 @@ def _dscribe_soap(scale: Scale, species: tuple[int, ...], periodic: bool) -> Any
     )
 
 
-class System(NamedTuple):
-    """A structure for featomic: in its cell, which is zero unless it is periodic."""
-
-    numbers: IntArray
-    positions: Float64Array
-    cell: Float64Array
-
-    @classmethod
-    def of(cls, atoms: Atoms, scale: Scale) -> System:
-        """Return a structure as one that is periodic in all directions, or in none."""
-        if not np.any(atoms.pbc):
-            return cls(atoms.numbers, atoms.positions, np.zeros((3, 3)))
-        inside = in_cell(atoms, scale)
-        return cls(inside.numbers, inside.positions, inside.cell.array)
-
-    def alike(self) -> System:
-        """Return the structure with atoms of one species."""
-        return self._replace(numbers=np.ones_like(self.numbers))
-
-
-@lru_cache(maxsize=1)
-def _system_type() -> Any:
-    """Return featomic's interface of a `System`: to make one of ASE's atoms takes far longer."""
-    from featomic.systems import SystemBase
-
-    class FeatomicSystem(SystemBase):  # type: ignore[misc]
-        def __init__(self, system: System) -> None:
-            super().__init__()
-            self._system = system
-
-        def size(self) -> int:
-            return len(self._system.numbers)
-
-        def types(self) -> IntArray:
-            return self._system.numbers
-
-        def positions(self) -> Float64Array:
-            return self._system.positions
-
-        def cell(self) -> Float64Array:
-            return self._system.cell
-
-    return FeatomicSystem
-
-
-def _call(
-    calculator: Any,
-    systems: Sequence[System],
-    samples: IntArray,
-    gradients: Sequence[str] = (),
-    names: Sequence[str] = ("system", "atom"),
-) -> Any:
-    """Return the result of featomic for samples (n, 2): structure and atom."""
-    from metatensor import Labels
-
-    chosen = None
-    if len(samples) < sum(len(one.numbers) for one in systems):
-        chosen = Labels(list(names), samples.astype(np.int32))
-    return calculator.compute(
-        [_system_type()(one) for one in systems],
-        gradients=list(gradients),
-        selected_samples=chosen,
-        use_native_system=True,
-    )
-
-
 class FeatomicEngine(Engine):
-    """featomic's power spectrum, with a smooth cutoff."""
+    """Power spectra from featomic's expansion of densities, with a smooth cutoff.
+
+    The densities of elements are mixed to those of pseudo-species, or taken as they are, and
+    contracted here. Pairs of species have features for n, n′ and n′, n.
+    """
 
     @cached_property
-    def pair_columns(self) -> dict[tuple[int, int], slice]:
-        """Features of each pair of species: featomic stores n, n′ and n′, n."""
-        return self._columns_of_pairs(self.species)
+    def weights(self) -> Float64Array:
+        """Weights of elements in pseudo-species: (S, K); each element is its own without these."""
+        n_pseudo = self.scale.pseudo_species
+        if n_pseudo is None:
+            return np.eye(len(self.species))
+        return mixing_weights(self.species, n_pseudo)
 
-    def _columns_of_pairs(self, species: Iterable[int]) -> dict[tuple[int, int], slice]:
-        size = (self.scale.l_max + 1) * self.scale.n_radial**2
-        pairs = combinations_with_replacement(species, 2)
-        return {pair: slice(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
-
-    def pieces(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        finish: Finish = lambda spectra: spectra,
-        dtype: Precision = np.float32,
-    ) -> Iterator[Piece]:
-        """Yield the power spectra of the whole batch as one piece."""
-        n = sum(len(chosen) for chosen in centers)
-        values = np.zeros((n, self.n_features), dtype=dtype)
-        for key, rows, block in self._compute(self.calculator, frames, centers):
-            pair = self.pair_columns[key["neighbor_1_type"], key["neighbor_2_type"]]
-            values[rows, pair] = block.values
-        yield Piece(np.arange(n), (slice(0, self.n_features),), finish(values))
+    @cached_property
+    def pair_columns(self) -> dict[tuple[int, int], IntArray]:
+        """Features of each pair of elements, or of pseudo-species, which are counted from 0."""
+        kinds = self.species if self.scale.pseudo_species is None else range(self.weights.shape[1])
+        pairs, size = [*combinations_with_replacement(kinds, 2)], self.n_products
+        return {pair: np.arange(i * size, (i + 1) * size) for i, pair in enumerate(pairs)}
 
     @property
-    def error(self) -> type[Exception]:
-        """What featomic raises if it cannot compute the radial functions."""
-        from featomic import FeatomicError
+    def n_products(self) -> int:
+        """Number of products of two densities: of all n and n′, for each l."""
+        return (self.scale.l_max + 1) * self.scale.n_radial**2
 
-        return cast(type[Exception], FeatomicError)
-
-    def _compute(
-        self, calculator: Any, frames: Sequence[Atoms], centers: Sequence[IntArray]
-    ) -> Iterator[tuple[dict[str, int], IntArray, Any]]:
-        """Yield what a calculator finds: keys, environments and blocks."""
-        owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
-        if not len(owners):
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
+        """Yield the power spectra of the whole batch."""
+        sizes, K = [len(chosen) for chosen in centers], self.weights.shape[1]
+        owners, n = np.repeat(np.arange(len(frames)), sizes), sum(sizes)
+        if not n:
             return
-        atoms, systems = np.concatenate(centers), [System.of(a, self.scale) for a in frames]
-        computed = _call(calculator, systems, np.stack([owners, atoms], axis=1))
-        first_atom = offsets_of([len(atoms) for atoms in frames])
+        # featomic's time grows with the pairs of elements in a batch: those of each structure are
+        # counted from 1.
+        renamed, weights = [], np.zeros((len(frames), len(self.species), K))
+        for i, atoms in enumerate(frames):
+            present, place = np.unique(atoms.numbers, return_inverse=True)
+            weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
+            alike = Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+            renamed.append(in_cell(alike, self.scale))
+        chosen = np.concatenate(centers)
+        computed = _call(self.expansion, renamed, np.stack([owners, chosen], axis=1))
         # Place of an environment in the batch, by its atom counted through the batch.
-        place = np.full(first_atom[-1], -1)
-        place[first_atom[owners] + atoms] = np.arange(len(atoms))
-        keys = computed.keys
-        for i, values in enumerate(np.asarray(keys.values).tolist()):
-            block = computed.block_by_id(i)
+        first_atom = offsets_of([len(atoms) for atoms in frames])
+        place = np.empty(first_atom[-1], dtype=np.intp)
+        place[first_atom[owners] + chosen] = np.arange(n)
+        n_radial, l_max = self.scale.n_radial, self.scale.l_max
+        densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
+        for key, block in computed.items():
             system, atom = np.asarray(block.samples.values).T
-            key = dict(zip(keys.names, values, strict=True))
-            yield key, place[first_atom[system] + atom], block
+            rows = place[first_atom[system] + atom]
+            w = weights[owners[rows], int(key["neighbor_type"]) - 1]
+            of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
+            densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
+        values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial))
+        for order, c in enumerate(densities):
+            first = 0
+            for k in range(K):  # with itself and those after it: in the order of pairs
+                others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
+                products = order_factor(order) * c[:, k] @ others.transpose(0, 2, 1)
+                products = products.reshape(n, n_radial, K - k, n_radial)
+                products[:, :, 1:] *= np.sqrt(2.0)
+                values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
+                first += K - k
+        yield np.arange(n), np.arange(self.n_features), values.reshape(n, self.n_features)
+
+    def block(
+        self, z: int, other: int, projection: Float64Array | None
+    ) -> tuple[IntArray, Float64Array]:
+        """Return the map from the power spectrum of two elements, z ≤ other, to features.
+
+        Parameters
+        ----------
+        z, other : int
+            Atomic numbers.
+        projection : (D, q) array, optional
+            Of the features of all pairs to fewer.
+
+        Returns
+        -------
+        columns : (k,) array of int
+            Features that depend on these elements.
+        matrix : ((l, n, n′), k) array
+        """
+        a, b = np.searchsorted(self.species, (z, other))
+        k, m = np.array([*combinations_with_replacement(range(self.weights.shape[1]), 2)]).T
+        # Pairs of different species are stored once, times √2.
+        root = np.where(k == m, 1.0, np.sqrt(2.0))
+        one, two = (root * self.weights[i, k] * self.weights[j, m] for i, j in ((a, b), (b, a)))
+        pairs = np.flatnonzero((one != 0) | (two != 0))
+        columns = np.concatenate([[*self.pair_columns.values()][pair] for pair in pairs])
+        if projection is None:
+            rows = np.eye(len(columns))
+        else:
+            rows = projection[columns]
+            columns = np.flatnonzero(np.any(rows != 0, axis=0))
+            rows = rows[:, columns]
+        n, n_orders = self.scale.n_radial, self.scale.l_max + 1
+        rows = rows.reshape(len(pairs), n_orders, n, n, len(columns))
+        matrix = np.tensordot(one[pairs], rows, axes=1)
+        if a != b:
+            turned = np.tensordot(two[pairs], rows, axes=1).swapaxes(1, 2)
+            matrix = (matrix + turned) / np.sqrt(2.0)
+        return columns, matrix.reshape(self.n_products, len(columns))
 
     def expand(
-        self, systems: Sequence[System], samples: IntArray, *, strain: bool = False
-    ) -> Expansion:
-        """Return the densities around samples (n, 2): structure and atom, in ascending order."""
-        if not strain and sum(len(one.numbers) for one in systems) <= _FEW_ATOMS:
-            return self._sum_of_pairs(systems, samples)
-        computed = _call(self.expansion, systems, samples, ["strain"] * strain)
+        self, frames: Sequence[Atoms], samples: IntArray, *, strain: bool = False
+    ) -> tuple[tuple[int, ...], list[Float64Array], list[Float64Array]]:
+        """Return the densities around n atoms, Eq. (15).
+
+        Parameters
+        ----------
+        frames : sequence of Atoms
+            As `in_cell` returns them, with atoms in the order of their species.
+        samples : (n, 2) array of int
+            Structure and atom, in ascending order.
+        strain : bool
+            Whether derivatives by strain are computed.
+
+        Returns
+        -------
+        species : tuple of int
+            The K species that some of the environments have, increasing.
+        coefficients : list of (n, 2l + 1, K·n_radial) arrays
+            For each l.
+        derivatives : list of (n, 3, 3, 2l + 1, K·n_radial) arrays
+            By strain, for each l; empty if they are not computed.
+        """
+        computed = _call(self.expansion, frames, samples, ["strain"] * strain)
         merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
         blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
         types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
         # Copies: featomic frees its arrays together with `computed` and `merged`.
         changes = [np.array(b.gradient("strain").values) for b in blocks] if strain else []
-        return Expansion(tuple(types.tolist()), [np.array(b.values) for b in blocks], changes)
+        return tuple(types.tolist()), [np.array(b.values) for b in blocks], changes
 
-    def _sum_of_pairs(self, systems: Sequence[System], samples: IntArray) -> Expansion:
-        """Return the same from the densities of single atoms.
-
-        They take more memory, but for few atoms less time: featomic has a block for each l and two
-        species, and to read one takes as long as to compute it. Here all atoms are of one species.
-        """
-        alike = [one.alike() for one in systems]
-        computed = _call(self.pairs, alike, samples, names=("system", "first_atom"))
-        offsets = offsets_of([len(one.numbers) for one in systems])
-        species, kind = np.unique(
-            np.concatenate([one.numbers for one in systems]), return_inverse=True
-        )
-        place = np.empty(offsets[-1], dtype=np.intp)
-        place[offsets[samples[:, 0]] + samples[:, 1]] = np.arange(len(samples)) * len(species)
-        found: list[Float64Array] = []
-        sums = None
-        for order in range(self.scale.l_max + 1):
-            block = computed.block_by_id(order)
-            if order < 2:  # pairs of an atom with itself have no higher orders
-                system, first, second = np.asarray(block.samples.values)[:, :3].T
-                row = place[offsets[system] + first] + kind[offsets[system] + second]
-                shape, each = (len(samples) * len(species), len(row)), np.arange(len(row) + 1)
-                sums = csc_array((np.ones(len(row)), row, each), shape=shape)
-            assert sums is not None
-            values = np.asarray(block.values)
-            flat = np.asarray(
-                sums @ values.reshape(len(values), (2 * order + 1) * self.scale.n_radial)
-            )
-            part = flat.reshape(len(samples), len(species), 2 * order + 1, -1)
-            found.append(part.swapaxes(1, 2).reshape(len(samples), 2 * order + 1, -1))
-        return Expansion(tuple(species.tolist()), found, [])
-
-    def expand_neighbours(self, systems: Sequence[System], samples: IntArray) -> NeighbourChanges:
-        """Return how the densities around samples (n, 2) change with all positions.
+    def expand_neighbours(
+        self, frames: Sequence[Atoms], samples: IntArray
+    ) -> tuple[IntArray, list[Float64Array]]:
+        """Return how the densities around samples (n, 2) change with g positions, of one atom each.
 
         An atom changes the density of its own species alone. If all are said to be of one species,
         featomic takes less time, and the changes are the same, except those with the centre.
+
+        Returns
+        -------
+        moves : (g, 3) array of int
+            The environment, its structure, and the atom that moves, in ascending order.
+        changes : list of (g, 3, 2l + 1, n_radial) arrays
+            In 1/Å, for each l. Those of the centre are not meaningful.
         """
-        alike = [one.alike() for one in systems]
-        computed = _call(self.expansion, alike, samples, ["positions"])
+        computed = _call(self.expansion, frames, samples, ["positions"], alike=True)
         blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
         changes = [block.gradient("positions") for block in blocks]
         # Copies: featomic frees its arrays together with `computed`.
-        sample, system, atom = np.array(changes[0].samples.values).T
-        return NeighbourChanges(sample, system, atom, [np.array(c.values) for c in changes])
-
-    @cached_property
-    def calculator(self) -> Any:
-        """SoapPowerSpectrum of featomic."""
-        limit_rayon()
-        from featomic import SoapPowerSpectrum
-
-        return SoapPowerSpectrum(**self._parameters())
+        return np.array(changes[0].samples.values), [np.array(c.values) for c in changes]
 
     @cached_property
     def expansion(self) -> Any:
@@ -698,17 +629,6 @@ class FeatomicEngine(Engine):
         limit_rayon()
         from featomic import SphericalExpansion
 
-        return SphericalExpansion(**self._parameters())
-
-    @cached_property
-    def pairs(self) -> Any:
-        """SphericalExpansionByPair of featomic."""
-        limit_rayon()
-        from featomic import SphericalExpansionByPair
-
-        return SphericalExpansionByPair(**self._parameters())
-
-    def _parameters(self) -> dict[str, Any]:
         scale = self.scale
         density: dict[str, Any] = {"type": "Gaussian", "width": scale.gaussian_width}
         density["center_atom_weight"] = scale.center_weight
@@ -718,31 +638,11 @@ class FeatomicEngine(Engine):
         if scale.smoothing is not None:
             smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
         radial = {"type": "Gto", "max_radial": scale.n_radial - 1}
-        return {
-            "cutoff": {"radius": scale.cutoff, "smoothing": smoothing},
-            "density": density,
-            "basis": {"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
-        }
-
-
-class Expansion(NamedTuple):
-    """Densities of K species around n atoms, Eq. (15): an array for each l in both lists."""
-
-    species: tuple[int, ...]  #: those that some of the environments have, increasing
-    coefficients: list[Float64Array]  #: (n, 2l + 1, K·n_radial)
-    strain: list[Float64Array]  #: (n, 3, 3, 2l + 1, K·n_radial): derivatives, or none at all
-
-
-class NeighbourChanges(NamedTuple):
-    """Changes of densities with g positions, of one atom near another one each.
-
-    Environment by environment, atoms in ascending order. Those of the centre are not meaningful.
-    """
-
-    sample: IntArray  #: (g,): the environment
-    system: IntArray  #: (g,): its structure
-    atom: IntArray  #: (g,): the atom that moves, in this structure
-    values: list[Float64Array]  #: (g, 3, 2l + 1, n_radial), in 1/Å, for each l
+        return SphericalExpansion(
+            cutoff={"radius": scale.cutoff, "smoothing": smoothing},
+            density=density,
+            basis={"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
+        )
 
 
 def order_factor(order: int) -> float:
@@ -750,101 +650,65 @@ def order_factor(order: int) -> float:
     return float((-1) ** order / np.sqrt(2 * order + 1))
 
 
-class PseudoSpeciesEngine(FeatomicEngine):
-    """Power spectra of pseudo-species, in the order of `FeatomicEngine` and with its weights.
+def _call(
+    calculator: Any,
+    frames: Sequence[Atoms],
+    samples: IntArray,
+    gradients: Sequence[str] = (),
+    *,
+    alike: bool = False,
+) -> Any:
+    """Return the result of featomic for samples (n, 2): structure and atom.
 
-    Densities are expanded by featomic, mixed, and contracted here: the time depends on the number
-    of pseudo-species, not on that of elements. Derivatives are those of `plain`, whose features
-    `mixed` maps to these.
+    All atoms are of one species if they are `alike`.
     """
+    from metatensor import Labels
 
-    @cached_property
-    def weights(self) -> Float64Array:
-        """Weights of elements in pseudo-species: (S, K)."""
-        assert self.scale.pseudo_species is not None
-        return mixing_weights(self.species, self.scale.pseudo_species)
+    chosen = None
+    if len(samples) < sum(map(len, frames)):
+        chosen = Labels(["system", "atom"], samples.astype(np.int32))
+    return calculator.compute(
+        [_system_type()(atoms, alike) for atoms in frames],
+        gradients=list(gradients),
+        selected_samples=chosen,
+        use_native_system=True,
+    )
 
-    @cached_property
-    def pair_columns(self) -> dict[tuple[int, int], slice]:
-        """Features of each pair of pseudo-species, which are counted from 0."""
-        return self._columns_of_pairs(range(self.weights.shape[1]))
 
-    def pieces(
-        self,
-        frames: Sequence[Atoms],
-        centers: Sequence[IntArray],
-        finish: Finish = lambda spectra: spectra,
-        dtype: Precision = np.float32,
-    ) -> Iterator[Piece]:
-        """Yield the power spectra of the whole batch as one piece."""
-        n, K = sum(len(chosen) for chosen in centers), self.weights.shape[1]
-        n_radial, l_max = self.scale.n_radial, self.scale.l_max
-        owners = np.repeat(np.arange(len(frames)), [len(chosen) for chosen in centers])
-        # featomic's time grows with the pairs of elements in a batch: those of each structure are
-        # counted from 1.
-        renamed, weights = [], np.zeros((len(frames), len(self.species), K))
-        for i, atoms in enumerate(frames):
-            present, place = np.unique(atoms.numbers, return_inverse=True)
-            weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
-            renamed.append(Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc))
-        densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
-        for key, rows, block in self._compute(self.expansion, renamed, centers):
-            w = weights[owners[rows], int(key["neighbor_type"]) - 1]
-            of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
-            densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
-        values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial), dtype=dtype)
-        for order, c in enumerate(densities):
-            for k in range(K):  # with itself and those after it: in the order of pairs
-                others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
-                products = order_factor(order) * c[:, k] @ others.transpose(0, 2, 1)
-                products = products.reshape(n, n_radial, K - k, n_radial)
-                products[:, :, 1:] *= np.sqrt(2.0)
-                first = self.pair_columns[k, k].start // (n_radial**2 * (l_max + 1))
-                values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
-        spectra = finish(values.reshape(n, self.n_features))
-        yield Piece(np.arange(n), (slice(0, self.n_features),), spectra)
+@lru_cache(maxsize=1)
+def _system_type() -> Any:
+    """Return featomic's interface of a structure: its own one of ASE's atoms takes far longer."""
+    from featomic.systems import SystemBase
 
-    @property
-    def plain(self) -> FeatomicEngine:
-        """The engine of the elements themselves."""
-        scale = self.scale.model_copy(update={"pseudo_species": None})
-        engine = make_engine("featomic", scale, self.species)
-        assert isinstance(engine, FeatomicEngine)
-        return engine
+    class FeatomicSystem(SystemBase):  # type: ignore[misc]
+        def __init__(self, atoms: Atoms, alike: bool) -> None:
+            super().__init__()
+            self._atoms = atoms
+            self._types: IntArray = np.ones_like(atoms.numbers) if alike else atoms.numbers
 
-    def mixed(self, matrix: Float64Array | None = None) -> Float64Array:
-        """Return the map from the features of `plain` to those of pseudo-species times a matrix."""
-        if matrix is None:
-            matrix = np.eye(self.n_features)
-        n, blocks = self.scale.n_radial, self.scale.l_max + 1
-        parts = matrix.reshape(len(self.pair_columns), blocks, n, n, -1)
-        found, W = [], self.weights
-        k, other = np.array(list(self.pair_columns)).T
-        # Pairs of different species are stored once, times √2.
-        root = np.where(k == other, 1.0, np.sqrt(2.0))
-        for a, b in combinations_with_replacement(range(len(self.species)), 2):
-            part = np.tensordot(root * W[a, k] * W[b, other], parts, axes=1)
-            if a != b:
-                turned = np.tensordot(root * W[b, k] * W[a, other], parts, axes=1)
-                part = (part + turned.swapaxes(1, 2)) / np.sqrt(2.0)
-            found.append(part.reshape(blocks * n * n, -1))
-        return np.concatenate(found)
+        def size(self) -> int:
+            return len(self._atoms)
+
+        def types(self) -> IntArray:
+            return self._types
+
+        def positions(self) -> Float64Array:
+            positions: Float64Array = self._atoms.positions
+            return positions
+
+        def cell(self) -> Float64Array:
+            return np.asarray(self._atoms.cell.array)
+
+    return FeatomicSystem
 
 
 # --- the representation: features of environments and the kernel between them ---
 
-_COMPRESSIONS = {"pca": "PCA", "pairs": "PCA of pairs of species"}
 #: How a model gets forces.
 REMEDY = "Train with forces, or with a representation by featomic that has `smoothing=0.5`."
-#: Leading principal components that are multiplied in float64, in training and in predictions: they
-#: carry nearly all of x·x′.
-_N_EXACT = 64, 512
-#: Representatives from which on features are compressed for accuracy, even if that takes longer.
+#: Representatives from which on rounding of float32 would limit the accuracy of kernel rows, so
+#: that features are compressed.
 _MANY = 2_500
-#: Components to keep per pair of species if derivatives are needed, and at least in all; at most of
-#: pseudo-species, of which 672 have errors that are smaller by some per cent only. Twice as many
-#: pay with thousands of representatives (forces of azobenzene, energies of 3BPA), not with 1000.
-_PER_PAIR, _AT_LEAST, _AT_MOST = 32, 192, 320
 
 
 @dataclass(frozen=True)
@@ -930,8 +794,9 @@ class SoapRepresentation(Representation):
         error = max(p.kernel_error for p in self.projections)
         standard = "pairs" if soap.has_forces else "pca"
         method = soap.compression.method if isinstance(soap.compression, Compression) else standard
-        kept = f"{raw} → {self.n_features} features by {_COMPRESSIONS[method]}"
-        return f"{text}, {kept} (kernel ± {error:.1e})"
+        name = "PCA of pairs of species" if method == "pairs" else "PCA"
+        text += f", {raw} → {self.n_features} features by {name}"
+        return f"{text} (kernel ± {error:.1e})"
 
     @property
     def engines(self) -> list[Engine]:
@@ -966,9 +831,10 @@ class SoapRepresentation(Representation):
     @cached_property
     def kernel(self) -> Kernel:
         """The kernel between environments: Eq. (13) to the power ζ, summed over the scales."""
-        # Compressed features are principal components, the largest first. Products of power spectra
-        # are not negative, but those of compressed ones can be, a little.
-        n_exact = _N_EXACT[self.precise] if self.projections else 0
+        # Compressed features are principal components, the largest first: these carry nearly all
+        # of x·x′ and are multiplied in float64. Products of power spectra are not negative, but
+        # those of compressed ones can be, a little.
+        n_exact = (512 if self.precise else 64) if self.projections else 0
         single = PowerKernel(self.soap.exponent, n_exact=n_exact, clip=bool(self.projections))
         if len(self.widths) == 1:
             return single
@@ -986,29 +852,19 @@ class SoapRepresentation(Representation):
         features: FloatArray = np.zeros((n, self.n_features), dtype=self.dtype)
         for s, engine in enumerate(self.engines):
             block = features[:, self.columns[s]]
-            for piece in engine.pieces(frames, centers, self._scaled, self.dtype.type):
-                self._place(block, piece, s)
+            for rows, columns, values in engine.spectra(frames, centers):
+                unit = (
+                    normalize_rows(values) if self.soap.normalize else values / self.feature_scale
+                )
+                scaled = unit.astype(self.dtype, copy=False)
+                if self.projections:
+                    # Features that are zero are left out: for most molecules, two thirds.
+                    block[rows] = scaled @ self.projections[s].matrix[columns]
+                else:
+                    block[np.ix_(rows, columns)] = scaled
             if self.soap.normalize and self.projections:
                 block[:] = normalize_rows(block)
         return features
-
-    def _scaled(self, spectra: FloatArray) -> FloatArray:
-        if self.soap.normalize:
-            return normalize_rows(spectra)
-        return spectra / spectra.dtype.type(self.feature_scale)
-
-    def _place(self, block: FloatArray, piece: Piece, s: int) -> None:
-        """Write a piece, compressed if there is a projection, into the features of a scale."""
-        rows, columns, values = piece
-        if self.projections:
-            # Only the rows of the map whose features are not zero: for most molecules, a third.
-            matrix = self.projections[s].matrix
-            block[rows] = values @ np.concatenate([matrix[c] for c in columns])
-            return
-        for chosen, end in zip(
-            columns, np.cumsum([c.stop - c.start for c in columns]), strict=True
-        ):
-            block[rows, chosen] = values[:, end - (chosen.stop - chosen.start) : end]
 
 
 def fit_representation(
@@ -1018,14 +874,19 @@ def fit_representation(
     centers: Sequence[IntArray],
     compression: Compression | None,
 ) -> SoapRepresentation:
-    """Find the compression, and the scale of features that are not normalised.
+    """Return a representation with a compression, and a scale of features, found from a sample.
 
-    The atomic numbers are those of all structures to come, and `frames` and `centers` a sample of
-    some thousand environments. For the compression see `resolve_compression`.
+    Parameters
+    ----------
+    soap : Soap
+    species : sequence of int
+        Atomic numbers in all structures to come.
+    frames, centers : sequences of Atoms and of arrays of int
+        Structures, and atoms in them: some thousand environments.
+    compression : Compression, optional
+        See `resolve_compression`.
     """
     plain = SoapRepresentation(soap, tuple(sorted(species)))
-    if compression is None and soap.normalize:
-        return plain
     X = plain.features(frames, centers)
     feature_scale = 1.0
     if not soap.normalize:
@@ -1042,26 +903,20 @@ def fit_representation(
 
 
 def resolve_compression(soap: Soap, species: Sequence[int], problem: Problem) -> Compression | None:
-    """Return what ``soap.compression`` stands for."""
-    n_environments, n_representatives, derivatives = problem
+    """Return the compression that ``soap.compression`` stands for; None if there is none."""
     if soap.compression != "auto":
         return soap.compression
-    standard = Compression()
     plain = SoapRepresentation(soap, tuple(species))
-    n_raw = max(plain.widths)
-    if derivatives:
+    compression, is_large = Compression(), problem.n_representatives >= _MANY
+    if problem.derivatives:
         # They are multiplied with all representatives, for every neighbour: fewer features pay.
+        # Twice as many pay with thousands of representatives (forces of azobenzene, energies of
+        # 3BPA), not with 1000; 672 of pseudo-species have errors smaller by some per cent only.
         n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
-        more = 2 if n_representatives >= _MANY else 1
-        kept = max(more * _PER_PAIR * n_pairs, _AT_LEAST)
+        q = max((64 if is_large else 32) * n_pairs, 192)
         if any(scale.pseudo_species is not None for scale in soap.scales):
-            kept = min(kept, _AT_MOST)
-        return Compression(method="pairs", n_features=kept) if n_raw > kept else None
-    # All environments meet all representatives twice, in the selection and in the kernel rows. What
-    # is saved there must pay for the eigen-decomposition, and for the projection of every vector.
-    q = standard.n_features
-    saved = 2.0 * n_environments * n_representatives * (n_raw - q)
-    spent = 20.0 * n_raw**3 + 20_000.0 * n_raw**2 + 1.0 * n_environments * n_raw * q
-    # With so many representatives rounding of the kernel rows matters: see `_N_EXACT`.
-    useful = saved > spent or n_representatives >= _MANY
-    return standard if n_raw > q and useful else None
+            q = min(q, 320)
+        compression = Compression(method="pairs", n_features=q)
+    elif not is_large:
+        return None
+    return compression if max(plain.widths) > compression.n_features else None

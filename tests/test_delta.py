@@ -1,4 +1,4 @@
-"""Δ-learning: models of differences from a reference potential."""
+"""Δ-learning: models of differences from a baseline potential."""
 
 import json
 from types import SimpleNamespace
@@ -23,12 +23,13 @@ from test_cli import qualms
 
 from qualms import AtomisticModel
 from qualms.ase import Calculator
-from qualms.atomistic import reference as module
+from qualms.atomistic import delta
+from qualms.atomistic.delta import NetworkPotential, make_baseline_potential
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.reference import BackboneReference, ReferenceValues, make_reference
 from qualms.atomistic.settings import make_settings
 from qualms.data import qm9
 from qualms.errors import QualmsWarning
+from qualms.features.base import PotentialValues
 
 LJ = {"sigma": 2.2, "epsilon": 0.05, "rc": 5.0, "smooth": True}
 PATH = "ase.calculators.lj:LennardJones"
@@ -281,13 +282,14 @@ def test_values_are_computed_once(rich):
 
 
 def test_no_more_is_remembered_than_is_allowed(rich, monkeypatch):
-    monkeypatch.setattr(module, "_REMEMBERED", 60)
+    monkeypatch.setattr(delta, "REMEMBERED", 60)
     settings = make_settings({"target": "energy", "baseline": FAILING})
-    potential = make_reference(settings, confirmed=settings.reference)
-    first = potential.evaluate(rich[:3], forces=True)
-    assert len(potential._known) == 60 // 19  # an energy, twelve forces and six stresses each
-    again = potential.evaluate(rich[:3], forces=True)
-    np.testing.assert_array_equal(first.energies, again.energies)
+    potential = make_baseline_potential(settings, confirmed=settings.reference)
+    Failing.n_calls = 0
+    # An energy, twelve forces and six stresses of each structure: those of four are forgotten.
+    for first, last, n_calls in ((4, 7, 3), (4, 7, 3), (12, 16, 7), (12, 16, 11)):
+        potential.evaluate(rich[first:last], forces=True)
+        assert Failing.n_calls == n_calls
 
 
 class Wrong(EMT):
@@ -353,8 +355,8 @@ def test_files_name_a_calculator_but_do_not_import_it(model, path, totals, monke
 
     new, expected = totals[N_TRAIN:], model.predict(totals[N_TRAIN:])
     with monkeypatch.context() as patch:
-        patch.setattr(module.importlib, "import_module", never)
-        module._calculator.cache_clear()
+        patch.setattr(delta.importlib, "import_module", never)
+        delta.load_calculator.cache_clear()
         loaded = AtomisticModel.load(path)
         assert PATH in loaded.summary()
         with rejects("baseline"):
@@ -376,11 +378,11 @@ def test_a_model_without_a_reference_is_given_none(force_model, tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch, rich):
-    monkeypatch.setitem(module._IMPORTS, "tblite", ("no_such_package:TBLite", {}))
-    module._calculator.cache_clear()
+    monkeypatch.setitem(delta.CALCULATORS, "tblite", ("no_such_package:TBLite", {}))
+    delta.load_calculator.cache_clear()
     with pytest.raises(ValueError, match=r"pip install 'qualms\[tblite\]'"):
         make_model("energy", baseline="tblite:GFN2-xTB").fit(rich)
-    module._calculator.cache_clear()
+    delta.load_calculator.cache_clear()
 
 
 # --- the pretrained network of the representation ---
@@ -392,17 +394,17 @@ class Backbone:
     def __init__(self):
         self.sizes = []
 
-    def reference(self, frames, *, forces, stress):
+    def potential(self, frames, *, forces, stress):
         self.sizes.append(len(frames))
         found = [values_of(Failing(), atoms) for atoms in frames]
         energies, all_forces, stresses = (list(x) for x in zip(*found, strict=True))
         parts = (all_forces if forces else None, np.array(stresses) if stress else None)
-        return ReferenceValues(np.array(energies), *parts)
+        return PotentialValues(np.array(energies), *parts)
 
 
 def test_a_backbone_computes_batches_and_names_what_fails(rich):
     backbone = Backbone()
-    potential = BackboneReference(SimpleNamespace(opened=lambda: backbone), 1000.0)
+    potential = NetworkPotential(SimpleNamespace(opened=lambda: backbone), 1000.0)
     with pytest.warns(QualmsWarning, match="structure 3 "):
         found = potential.evaluate(rich, forces=True, stress=True, skip_failed=True)
     assert np.flatnonzero(np.isnan(found.energies)).tolist() == [3, 11]
@@ -428,12 +430,14 @@ def test_soap_is_no_backbone(rich):
 def test_tblite(monkeypatch):
     """Two processes compute what one does, without being confirmed."""
     tblite = pytest.importorskip("tblite.ase")
-    monkeypatch.setattr(module, "_MANY", 16)
+    monkeypatch.setattr(delta, "MANY", 16)
     frames = qm9(n=16)
     made = []
     for threads in (1, 2):
         settings = make_settings({"target": ENERGY, "baseline": "tblite:GFN2-xTB", "units": "eV"})
-        made.append(make_reference(settings, threads=threads).evaluate(frames, forces=True))
+        made.append(
+            make_baseline_potential(settings, threads=threads).evaluate(frames, forces=True)
+        )
     np.testing.assert_array_equal(made[0].energies, made[1].energies)
     atoms = frames[7].copy()
     atoms.calc = tblite.TBLite(method="GFN2-xTB", verbosity=0)
