@@ -51,16 +51,14 @@ Frames: TypeAlias = Sequence[Atoms]
 class Calibrated:
     """A calibration and its assessment.
 
-    `ensemble` and `data` are the n points that it is fitted to; for vectors, `data` has standard
-    deviations of whole vectors with this `isotropy`, unless it is None. `std` (n,) are
-    cross-validated standard deviations: each is by a calibration that was fitted to other points.
-    `before` and `after` are scores of the ensemble standard deviations and of `std`. `comparison`
-    is the cross-validation of all methods, `reason` why this one was chosen, and `remarks` are
-    warnings for the user.
+    `ensemble` are the n points that it is fitted to. `isotropy` is that of vectors, if σ is a
+    function of the standard deviation of whole vectors. `std` (n,) are cross-validated standard
+    deviations: each is by a calibration that was fitted to other points. `before` and `after` are
+    scores of the ensemble standard deviations and of `std`. `comparison` is the cross-validation of
+    all methods, `reason` why this one was chosen, and `remarks` are warnings for the user.
     """
 
     ensemble: Ensemble
-    data: CalibrationData
     calibration: Calibration
     isotropy: float | None
     grouped: GroupedCalibration | None
@@ -84,7 +82,6 @@ def calibrate_ensemble(
     method: str = "auto",
     *,
     frames: Frames | None = None,
-    level: float = 0.95,
     seed: int = 0,
     on_method: Callable[[int], object] | None = None,
 ) -> Calibrated:
@@ -100,8 +97,6 @@ def calibrate_ensemble(
         log likelihood, within its standard error.
     frames : sequence of Atoms, optional
         The structures, whose compositions and config_types are tested for a bias.
-    level : float
-        Probability of the confidence intervals.
     seed : int
         Random seed for the folds.
     on_method : callable, optional
@@ -147,14 +142,13 @@ def calibrate_ensemble(
     if candidate.grouped is not None and labels is not None:
         common = candidate.grouped.common(data, labels)
     calibration = candidate.calibration
-    intervals = confidence_intervals(calibration, common, level=level, groups=clusters)
+    intervals = confidence_intervals(calibration, common, groups=clusters)
     std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
         std[out] = fitted.std_of(data.some(out), kinds[out]) * data.scale[out]
     checks = _checks(points, calibration.method, std, int(clusters.max()) + 1)
     return Calibrated(
         ensemble=points,
-        data=data,
         calibration=calibration,
         isotropy=isotropy,
         grouped=candidate.grouped,
@@ -216,13 +210,13 @@ def evaluate_ensemble(
     factor, units = energy_factor(units, in_units)
     factors = np.full(len(points), factor)
     if per == "atom":
-        if points.kind != "structure" or points.sizes is None:
-            why = (
-                "belongs to structures already, but their numbers of atoms (n_atoms) are not known"
-            )
-            if points.kind != "structure":
-                why = f"is a property of {points.kind}s, not of structures"
-            message = f"{points.target} cannot be divided by the number of atoms: it {why}."
+        if points.kind != "structure":
+            message = f"{points.target} is a property of {points.kind}s, not of structures: it "
+            message += "cannot be divided by numbers of atoms."
+            raise InputError(message, parameter="per")
+        if points.sizes is None:
+            message = f"The numbers of atoms, by which {points.target} is divided, are not known: "
+            message += "the table needs a column n_atoms."
             raise InputError(message, parameter="per")
         factors, units = factors / points.sizes, per_atom_units(units)
     if prediction is None:
