@@ -411,7 +411,19 @@ def training_set(
     dtype: Any = "numeric",
     keep_frames: bool = False,
 ) -> TrainingRows:
-    """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
+    """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight.
+
+    Parameters
+    ----------
+    estimator : estimator
+        Whose attributes and tags scikit-learn sets and asks for.
+    X, y, groups, sample_weight
+        As in ``fit``.
+    dtype : type or list of types
+        Types of numbers that X may have.
+    keep_frames : bool
+        Whether data frames are handed on as they are.
+    """
     reject_masked("X", X)
     reject_masked("y", y)
     _reject_text(y)
