@@ -87,9 +87,6 @@ from qualms.gp.sparse_gp import (
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.prediction import Prediction
 
-#: Rounding of the novelty that extrapolation is told by.
-_ROUNDING = 1e-6
-
 
 @dataclass(frozen=True)
 class KernelBasis:
@@ -280,19 +277,13 @@ class TrainingRows:
         """Return the rows, as given to ``fit``, in the training set of each member."""
         return [np.repeat(self.rows, times) for times in counts[self.inverse].T]
 
-    def of_rows(self, full: Sequence[FullModelData], *, has_posterior: bool) -> list[FullModelData]:
+    def of_rows(self, full: Sequence[FullModelData]) -> list[FullModelData]:
         """Return the full model without the point of each row, given that without each point."""
         outputs, deviations = [], self.y - self.point_y[self.inverse]
         for of_points, deviation in zip(full, deviations.T, strict=True):
             of_rows = of_points.some(self.inverse)
-            outputs.append(
-                replace(
-                    of_rows,
-                    residuals=of_rows.residuals + deviation,
-                    residuals_with_own=of_rows.residuals_with_own + deviation,
-                    has_posterior=has_posterior,
-                )
-            )
+            z, z_with_own = of_rows.residuals + deviation, of_rows.residuals_with_own + deviation
+            outputs.append(replace(of_rows, residuals=z, residuals_with_own=z_with_own))
         return outputs
 
     def fit_centre(
@@ -420,7 +411,19 @@ def training_set(
     dtype: Any = "numeric",
     keep_frames: bool = False,
 ) -> TrainingRows:
-    """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight."""
+    """Validate the arguments of ``fit`` and collect the distinct points of non-zero weight.
+
+    Parameters
+    ----------
+    estimator : estimator
+        Whose attributes and tags scikit-learn sets and asks for.
+    X, y, groups, sample_weight
+        As in ``fit``.
+    dtype : type or list of types
+        Types of numbers that X may have.
+    keep_frames : bool
+        Whether data frames are handed on as they are.
+    """
     reject_masked("X", X)
     reject_masked("y", y)
     _reject_text(y)
@@ -707,7 +710,8 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         # Without its own representatives, as a new point.
         owners, m = data.groups[basis.indices], basis.leading.effective_rank
         q2 = novelty_without_own(kept.Phi, k_xx, basis.whitening, kept.groups, owners, m)
-        self._novelty_limit = float(np.quantile(_relative(q2, k_xx), 0.99)) + _ROUNDING
+        # Beyond rounding, more novel than 99 % of the training points were.
+        self._novelty_limit = float(np.quantile(_relative(q2, k_xx), 0.99)) + 1e-6
         variance = data.replicate_variance()
         full = fit_full_model(kept, sums, {"y": self.noise}, mean=mean, replicate_variance=variance)
         for name in ("weights_", "intercept_", "centre_", "member_indices_", "calibration_"):
@@ -719,8 +723,10 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             intercepts = mean[:, None] + means
             sample, counts = data.take(some), kept.draw.counts
             predicted = (np.tensordot(kept.Phi, weights, 1) + intercepts)[sample.inverse]
-            without = leave_groups_out(full, kept, basis.whitening, owners, np.sqrt(q2))
-            without = sample.of_rows(without, has_posterior=self.n_posterior > 0)
+            of_points = leave_groups_out(
+                full, kept, basis.whitening, owners, np.sqrt(q2), self.n_posterior > 0
+            )
+            without = sample.of_rows(of_points)
             if self.centre == "auto":
                 centre = sample.fit_centre(predicted, counts, without)
             else:
@@ -738,7 +744,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             self.weights_ = self._outputs(basis.whitening.kernel_weights(blended), axis=1)
             self.intercept_ = self._outputs(intercepts, axis=0)
             self.member_indices_ = data.member_rows(draw.counts)
-            blends = [replace(of, centre=share) for of, share in zip(without, centre, strict=True)]
+            blends = [replace(z, centre=float(c)) for z, c in zip(without, centre, strict=True)]
             self.calibration_, self._conformal = sample.calibrate(
                 predicted, counts, method, blends, self.n_posterior
             )
@@ -820,11 +826,12 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         _check_choice("noise", self.noise, ("loo",), strict=True)
         _check_choice("offset", self.offset, ("auto",))
         _check_choice("centre", self.centre, ("auto", "full", "members"), highest=1.0)
-        if check_integer("n_posterior", self.n_posterior, 0) == 1:
-            raise InputError(
-                "`n_posterior` is 1; a standard deviation needs at least 2. Use 0 for none.",
-                parameter="n_posterior",
-            )
+        for name in ("n_members", "n_posterior"):
+            if check_integer(name, getattr(self, name), 0) == 1:
+                raise InputError(
+                    f"`{name}` is 1; a standard deviation needs at least 2. Use 0 for none.",
+                    parameter=name,
+                )
         return check_calibration_name(self.calibration, MODEL_METHODS)
 
     def _make_kernel(self, X: FloatArray) -> Kernel:

@@ -622,8 +622,8 @@ def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
     # Novelty is known for rows of the target alone; it is zero elsewhere.
     q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
     q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
-    (target,) = leave_groups_out(model.full, kept, whitening, owners, np.sqrt(q2))
-    return replace(target, has_posterior=settings.n_drawn > 0)
+    drawn = settings.n_drawn > 0
+    return leave_groups_out(model.full, kept, whitening, owners, np.sqrt(q2), drawn)[0]
 
 
 def _owners(model: SparseModel) -> IntArray:

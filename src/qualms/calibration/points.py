@@ -192,6 +192,7 @@ def leave_groups_out(
     whitening: Whitening,
     owners: IntArray,
     novelty_std: Float64Array,
+    has_posterior: bool,
 ) -> list[FullModelData]:
     """Return, for each output, the full model without the group of each row that is kept.
 
@@ -207,6 +208,8 @@ def leave_groups_out(
         Group of each representative.
     novelty_std : (N,) array
         q of the rows, without the representatives of their group, for a prior of unit variance.
+    has_posterior : bool
+        Whether predictions have posterior members.
     """
     left_out = leave_out(
         full.process,
@@ -221,7 +224,7 @@ def leave_groups_out(
         zip(left_out.residuals.T, left_out.same_basis.T, strict=True),
     )
     return [
-        FullModelData(z, p, novelty_std, with_own).scaled(scale)
+        FullModelData(z, p, novelty_std, with_own, has_posterior=has_posterior).scaled(scale)
         for (z, with_own), scale in zip(outputs, full.scale, strict=True)
     ]
 

@@ -51,7 +51,6 @@ def _check_counts(name: str, size: int, n: int, start: int = 0) -> None:
 _POOL_FRACTION = 16  # a pool holds this fraction (1/16) of the points of its level
 _LOOP_SIZE = 128  # levels up to this size run the textbook loop: their rows stay in cache
 _PICKS = 384  # picks in one matrix product
-_PAIRS = 800_000  # elements of differences that are taken at once
 _GEMV_ROWS = 64  # few enough that BLAS does not wake its threads for 0.02 ms of work
 
 #: Columns whose products are float64. Compressed features are principal components, the largest
@@ -299,7 +298,7 @@ class _Search:
             return d2
         expanded = norms[rows, None] + 2.0 * halves[rows]
         row, pick = np.nonzero(expanded <= inaccurate[rows, None])
-        step = max(1, _PAIRS // X.shape[1])
+        step = max(1, 800_000 // X.shape[1])  # pairs whose differences are taken at once
         for begin in range(0, len(row), step):
             i, j = row[begin : begin + step], pick[begin : begin + step]
             difference = np.subtract(X[rows[i]], self.rows[first + j], dtype=np.float64)

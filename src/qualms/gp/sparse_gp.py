@@ -33,8 +33,6 @@ from qualms.errors import InputError, NumericalError, QualmsWarning, counted
 from qualms.gp.sums import RowSums
 
 _EPS = np.finfo(np.float64).eps
-#: A difference of variances is rounding below this share of them.
-_ROUNDING = 1e-10
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ def posterior_variance(
 def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
     """Return q² = k_XX − φφᵀ of Eq. (3); zero where it is rounding alone: (n,)."""
     q2 = k_xx - np.einsum("ij,ij->i", Phi_X, Phi_X)
-    return np.asarray(np.where(q2 > _ROUNDING * k_xx, q2, 0.0))
+    return np.asarray(np.where(q2 > 1e-10 * k_xx, q2, 0.0))
 
 
 def novelty_without_own(
