@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -21,10 +21,10 @@ import scipy.linalg
 from ase import Atoms
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import QualmsError
+from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
 
@@ -121,6 +121,33 @@ class RepresentationSettings(BaseModel, ABC):
         tensors: Mapping[str, FloatArray],
     ) -> Representation:
         """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+
+
+Settings = TypeVar("Settings", bound=RepresentationSettings)
+
+
+def validated(
+    kind: type[Settings], document: Mapping[str, Any], names: Collection[str] = ()
+) -> Settings:
+    """Return the hyper-parameters of a dict; an `InputError` names the first that is wrong.
+
+    It names those with some `names` without their place in the document.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Fields that may be of several kinds are followed by the name of a class.
+        parts = [str(part) for part in first["loc"] if not str(part)[:1].isupper()]
+        name = parts[-1] if parts and parts[-1] in names else ".".join(parts)
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        if first["type"] == "extra_forbidden":
+            fields = [*kind.model_fields]
+            reason = f"there is no such hyper-parameter{did_you_mean(name, fields)}"
+        message = f"The representation has `{name}={first['input']!r}`; {reason}."
+        if not name:
+            message = f"The hyper-parameters of the representation do not fit together: {reason}."
+        raise InputError(message, parameter=name or "representation") from None
 
 
 # --- derivatives of features: all that forces need to know of them ---

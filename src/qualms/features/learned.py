@@ -35,7 +35,7 @@ import numpy as np
 from ase import Atoms
 from ase.data import chemical_symbols
 from numpy.typing import ArrayLike
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsWarning, did_you_mean
@@ -53,22 +53,12 @@ from qualms.features.base import (
     Tape,
     offsets_of,
     structure_blocks,
+    validated,
 )
 from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
 
 #: Atoms whose derivatives are in memory at once, several small structures or one of any size.
 _ATOMS = 128
-#: Displacement in Å, and strain, of the central differences that give changes of features, unless
-#: the network has its own: for float64, with errors below 1e-5.
-_STEP = 1e-4
-#: Environments of displaced structures whose features are in memory at once.
-_ENVIRONMENTS = 16_384
-#: Environments of displaced structures in a training, some milliseconds each, for each effort.
-_EVALUATED = {"fast": 1e5, "default": 5e5, "best": 4e6}
-#: Environments on which features are checked.
-_CHECKED = 200
-#: Relative difference of two evaluations from which a network is not deterministic.
-_SAME = 1e-8
 
 #: Takes R cotangents (R, n_atoms, d) of features to derivatives by positions (R, n_atoms, 3) and by
 #: strain (R, n_structures, 3, 3).
@@ -219,7 +209,9 @@ class Backbone(RepresentationSettings):
 
     def n_moving(self, sizes: IntArray, effort: str) -> int | None:
         """Return the largest number for which displaced structures do not have too many atoms."""
-        largest, most = _EVALUATED[effort], int(sizes.max(initial=1))
+        # Environments of displaced structures take some milliseconds each.
+        largest = {"fast": 1e5, "default": 5e5, "best": 4e6}[effort]
+        most = int(sizes.max(initial=1))
         if 6 * np.sum(sizes * sizes) <= largest:
             return None
         counts = (k for k in range(most, 1, -1) if 6 * np.sum(sizes * sizes.clip(max=k)) <= largest)
@@ -277,35 +269,20 @@ def _check_installed(backbone: str) -> None:
         ) from None
 
 
-def make_backbone(given: object) -> Backbone | None:
+def make_backbone(network: object) -> Backbone | None:
     """Return hyper-parameters for a name ("sevennet", "mace:path"), a dict, or an object.
 
     None if it is none of these, but may belong to SOAP.
     """
-    if isinstance(given, str):
-        name, _, model = given.partition(":")
-        given = {"backbone": name, "model": model or None} if name in PACKAGES else given
-    if isinstance(given, dict) and "backbone" in given:
-        try:
-            return Backbone.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0]) if first["loc"] else "representation"
-            fields = [*Backbone.model_fields]
-            if first["type"] == "extra_forbidden":
-                problem = f"A network has no hyper-parameter {name!r}, only {', '.join(fields)}."
-                raise InputError(problem + did_you_mean(name, fields), parameter=name) from None
-            must = first["msg"].removeprefix("Input should be ")
-            similar = did_you_mean(first["input"], PACKAGES) if name == "backbone" else ""
-            raise InputError(
-                f"The hyper-parameter {name!r} of a network is {first['input']!r}, and should be "
-                f"{must}.{similar}",
-                parameter=name,
-            ) from None
-    if isinstance(given, type) or not isinstance(given, Network):
+    if isinstance(network, str):
+        name, _, model = network.partition(":")
+        network = {"backbone": name, "model": model or None} if name in PACKAGES else network
+    if isinstance(network, dict) and "backbone" in network:
+        return validated(Backbone, network)
+    if isinstance(network, type) or not isinstance(network, Network):
         return None
-    model = f"{type(given).__module__}.{type(given).__qualname__}"
-    return Backbone(backbone="object", model=model).trusting(given)
+    model = f"{type(network).__module__}.{type(network).__qualname__}"
+    return Backbone(backbone="object", model=model).trusting(network)
 
 
 # --- the representation ---
@@ -449,19 +426,18 @@ def _check_features(
     representation: LearnedRepresentation, frames: Sequence[Atoms], centers: Sequence[IntArray]
 ) -> None:
     """Reject features that are constant; warn if they differ between two evaluations."""
-    last = int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), _CHECKED)) + 1
-    few = frames[:last]
+    few = frames[: int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), 200)) + 1]
     # The kernel sees directions of features alone: their lengths may differ and yet be useless.
-    one, two = (_unit(representation.raw_features(few)) for _ in range(2))
-    numbers = np.concatenate([atoms.numbers for atoms in few])
-    spread = max(float(np.ptp(one[numbers == z], axis=0).max()) for z in np.unique(numbers))
-    if len(few) > 1 and spread <= _SAME * np.abs(one).max():
+    x, again = (_unit(representation.raw_features(few)) for _ in range(2))
+    numbers, rounding = np.concatenate([atoms.numbers for atoms in few]), 1e-8 * np.abs(x).max()
+    spread = max(float(np.ptp(x[numbers == z], axis=0).max()) for z in np.unique(numbers))
+    if len(few) > 1 and spread <= rounding:
         raise InputError(
             "All atoms of an element have the same features, so that nothing can be learned. Use "
             "another `representation`, or another layer of the network.",
             parameter="representation",
         )
-    if (change := float(np.abs(one - two).max())) > _SAME * np.abs(one).max():
+    if (change := float(np.abs(x - again).max())) > rounding:
         warnings.warn(
             f"The network is not deterministic: features differ by up to {change:.1e} between two "
             "evaluations of the same structures, and so will predictions.",
@@ -563,7 +539,8 @@ class NetworkTape(Tape):
 
     @property
     def _step(self) -> float:
-        return float(getattr(self.representation.network, "step", _STEP))
+        """Displacement in Å, and strain: for float64, errors of features are below 1e-5."""
+        return float(getattr(self.representation.network, "step", 1e-4))
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield ∂y/∂r of all atoms of a structure with those that move, by central differences."""
@@ -572,7 +549,7 @@ class NetworkTape(Tape):
         for atoms, first in zip(self.frames, edges[:-1], strict=True):
             n, cell = len(atoms), atoms.cell.array
             wanted = np.flatnonzero(self.moving[first : first + n])
-            step = max(_ENVIRONMENTS // (6 * n), 1)
+            step = max(16_384 // (6 * n), 1)  # environments in memory at once
             for start in range(0, len(wanted), step):
                 moving = wanted[start : start + step]
                 pairs = []
@@ -619,9 +596,6 @@ class NetworkTape(Tape):
 # installed package and have a digest that is listed here, or if a user gives the file. A model file
 # names weights, but never a place where they are searched.
 
-#: Names of folders that packages are installed into.
-_SITES = ("site-packages", "dist-packages")
-
 
 class Weights(NamedTuple):
     """A file of weights, with an absolute path, and its SHA-256."""
@@ -660,7 +634,8 @@ def installed_folder(package: str) -> Path | None:
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     folder = Path(spec.origin).absolute().parents[1]
-    return folder if folder.name in _SITES and folder != Path.cwd() else None
+    is_site = folder.name in ("site-packages", "dist-packages")
+    return folder if is_site and folder != Path.cwd() else None
 
 
 def shipped_weights(backbone: str, name: str | None = None) -> Weights:

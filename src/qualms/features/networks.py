@@ -34,14 +34,14 @@ _ATOMS = 128
 class Output(NamedTuple):
     """Features and energies of a batch, with the tensors that they depend on.
 
-    Features (n_atoms, d), energies (n_structures,) in eV, positions whose concatenation is
-    (n_atoms, 3), and strains, (n_structures, 3, 3) when they are stacked.
+    Features (n_atoms, d), energies (n_structures,) in eV, positions (n_atoms, 3), and strains
+    (n_structures, 3, 3).
     """
 
     features: Any
     energies: Any
-    positions: Sequence[Any]
-    strains: Sequence[Any]
+    positions: Any
+    strain: Any
 
 
 class TorchNetwork(ABC):
@@ -60,24 +60,24 @@ class TorchNetwork(ABC):
 
     def features(self, frames: Sequence[Atoms]) -> Float64Array:
         """Return the features of all atoms: (n_atoms, n_features)."""
-        found = [np.empty((0, self.n_features))]
+        features = [np.empty((0, self.n_features))]
         for batch in _batches(frames):
             with torch.no_grad(), _quiet():
-                found.append(self.evaluate(batch).features.double().numpy())
-        return np.concatenate(found)
+                features.append(self.evaluate(batch).features.double().numpy())
+        return np.concatenate(features)
 
     def vjp(self, frames: Sequence[Atoms]) -> tuple[Float64Array, Any]:
         """Return features, and what takes cotangents of them back to positions and strain."""
         with _quiet():
-            found = self.evaluate(frames)
+            output = self.evaluate(frames)
 
         def pull_back(cotangents: Float64Array) -> tuple[Float64Array, Float64Array]:
-            b = torch.as_tensor(cotangents, dtype=found.features.dtype)
-            parts = [self._gradients(found, found.features, one) for one in b]
+            b = torch.as_tensor(cotangents, dtype=output.features.dtype)
+            parts = [self._gradients(output, output.features, cotangent) for cotangent in b]
             positions, strains = zip(*parts, strict=True)
             return np.stack(positions), np.stack(strains)
 
-        return found.features.detach().double().numpy(), pull_back
+        return output.features.detach().double().numpy(), pull_back
 
     def potential(
         self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
@@ -86,17 +86,17 @@ class TorchNetwork(ABC):
         energies, of_atoms, stresses = [], [], []
         for batch in _batches(frames):
             with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
-                found = self.evaluate(batch)
-            if found.energies is None:
+                output = self.evaluate(batch)
+            if output.energies is None:
                 raise InputError(
                     "The network of the representation has no energies, which `baseline='backbone'`"
                     " needs. Choose another baseline, or a network with energies.",
                     parameter="representation",
                 )
-            energies.append(found.energies.detach().double().numpy())
+            energies.append(output.energies.detach().double().numpy())
             if forces or stress:
-                ones = torch.ones_like(found.energies)
-                slopes, virials = self._gradients(found, found.energies, ones)
+                ones = torch.ones_like(output.energies)
+                slopes, virials = self._gradients(output, output.energies, ones)
                 edges = offsets_of([len(atoms) for atoms in batch])
                 of_atoms += np.split(-slopes, edges[1:-1])
                 volumes = np.array([max(atoms.cell.volume, 1e-30) for atoms in batch])
@@ -108,20 +108,18 @@ class TorchNetwork(ABC):
         )
 
     def _gradients(
-        self, found: Output, outputs: Any, cotangents: Any
+        self, output: Output, outputs: Any, cotangents: Any
     ) -> tuple[Float64Array, Float64Array]:
         """Return derivatives by positions (n_atoms, 3) and strain (n_structures, 3, 3)."""
-        inputs = [*found.positions, *found.strains]
+        inputs = [output.positions, output.strain]
         if not outputs.requires_grad:  # no atom has a neighbour
-            slopes = [torch.zeros_like(one) for one in inputs]
+            slopes = [torch.zeros_like(tensor) for tensor in inputs]
         else:
             slopes = torch.autograd.grad(
                 outputs, inputs, cotangents, retain_graph=True, materialize_grads=True
             )
-        k = len(found.positions)
-        positions = torch.cat([one.reshape(-1, 3) for one in slopes[:k]])
-        strains = torch.cat([one.reshape(-1, 3, 3) for one in slopes[k:]])
-        return positions.double().numpy(), strains.double().numpy()
+        positions, strain = (tensor.double().numpy() for tensor in slopes)
+        return positions, strain
 
 
 def _batches(frames: Sequence[Atoms]) -> Iterator[list[Atoms]]:
@@ -303,7 +301,7 @@ class SevenNet(TorchNetwork):
             if name in self._scalars:
                 features.append(data[keys.NODE_FEATURE][:, : self._scalars[name]])
         energies = data[keys.PRED_TOTAL_ENERGY]
-        return Output(_joined(features), energies, [graph.positions], [graph.strain])
+        return Output(_joined(features), energies, graph.positions, graph.strain)
 
 
 def _n_scalars(irreps: Any) -> int:
@@ -406,7 +404,7 @@ class Mace(TorchNetwork):
         }
         found = self._model(data, compute_force=False)
         features = [found["node_feats"][:, columns] for columns in self._columns]
-        return Output(_joined(features), found["energy"], [graph.positions], [graph.strain])
+        return Output(_joined(features), found["energy"], graph.positions, graph.strain)
 
 
 # --- models of metatomic ---
@@ -451,7 +449,7 @@ class Metatomic(TorchNetwork):
         energies = None
         if self._has_energy:
             energies = found["energy"].block().values.reshape(-1)
-        return Output(features.values[order], energies, [graph.positions], [graph.strain])
+        return Output(features.values[order], energies, graph.positions, graph.strain)
 
     def _systems(self, frames: Sequence[Atoms], graph: Graph) -> list[Any]:
         """Return structures with the neighbour lists that the model requests."""

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import numpy as np
 from ase import Atoms
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted, did_you_mean
@@ -35,6 +35,7 @@ from qualms.features.base import (
     Sample,
     in_box,
     offsets_of,
+    validated,
 )
 from qualms.features.compression import Projection, fit_projection, mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
@@ -291,10 +292,10 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         representation = overrides.pop("preset", "organic")
     if isinstance(representation, str):
         if representation not in PRESETS:
-            names = (*PRESETS, *PACKAGES)
+            choices = (*PRESETS, *PACKAGES)
             raise InputError(
                 f"There is no representation {representation!r}; choose one of "
-                f"{', '.join(names)}.{did_you_mean(representation, names)}",
+                f"{', '.join(choices)}.{did_you_mean(representation, choices)}",
                 parameter="representation",
             )
         representation = PRESETS[representation]
@@ -304,11 +305,11 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
             f"of type {type(representation).__name__}.",
             parameter="representation",
         )
-    known = sorted(set(Scale.model_fields) | set(Soap.model_fields))
-    if unknown := sorted(map(str, set(overrides) - set(known))):
+    names = sorted(set(Scale.model_fields) | set(Soap.model_fields))
+    if unknown := sorted(map(str, set(overrides) - set(names))):
         raise InputError(
             f"A representation has no {', '.join(map(repr, unknown))}; its hyper-parameters are "
-            f"{', '.join(known)}.{did_you_mean(unknown[0], known)}",
+            f"{', '.join(names)}.{did_you_mean(unknown[0], names)}",
             parameter="representation",
         )
     document = representation.model_dump()
@@ -318,20 +319,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         scales = [s.model_dump() if isinstance(s, Scale) else s for s in document["scales"]]
         # Anything else is left for the validation.
         document["scales"] = [{**s, **of_scales} if isinstance(s, dict) else s for s in scales]
-    try:
-        return Soap.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # Fields that may be of several kinds are followed by the name of a class.
-        parts = [str(part) for part in first["loc"] if part != Compression.__name__]
-        name = parts[-1] if parts and parts[-1] in overrides else ".".join(parts)
-        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-        if first["type"] == "extra_forbidden":
-            reason = "there is no such hyper-parameter"
-        message = f"The representation has `{name}={first['input']!r}`; {reason}."
-        if not name:
-            message = f"The hyper-parameters of the representation do not fit together: {reason}."
-        raise InputError(message, parameter=name or "representation") from None
+    return validated(Soap, document, overrides)
 
 
 # --- engines ---
