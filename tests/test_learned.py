@@ -474,7 +474,7 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other packages
         save(path)
-    network = make_backbone(backbone).given(path).opened()
+    network = make_backbone(backbone).with_weights(path).opened()
     crystal = Atoms("OH", [[0, 0, 0], [1.1, 0.3, 0]], cell=[3.0, 3.1, 3.2], pbc=True)
     frames = [dimers[0], crystal]
     y, pull_back = network.vjp(frames)

@@ -242,7 +242,7 @@ class ModelCalculator(UncertaintyCalculator):
         self._needs |= needs
         if "forces" not in needs:
             return self._of_energy(self._predict(atoms))
-        return self._of_forces(atoms, stress=has_volume and "stress" in self._needs)
+        return self._of_forces(atoms, properties, stress=has_volume and "stress" in self._needs)
 
     def _reason(self, name: str) -> str:
         if self._fitted is not None and "forces" in _NEEDS.get(name, ()):
@@ -255,7 +255,7 @@ class ModelCalculator(UncertaintyCalculator):
     def _of_energy(self, energy: StructurePrediction) -> Results:
         raise NotImplementedError
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
         raise NotImplementedError
 
     def _predict(
@@ -299,7 +299,7 @@ class ModelCalculator(UncertaintyCalculator):
         return super().__getstate__() | {"_potential": None}
 
     def _calibrate(self, energy: Prediction, n_atoms: int) -> Calibrate:
-        """Return what calibrates the members of the energy of a structure.
+        """Return the function that calibrates the members of the energy of a structure.
 
         Members of a model that is not ours are scaled by a constant factor.
         """
@@ -376,7 +376,7 @@ class MemberCalculator(ModelCalculator):
             value = float(energy.uncalibrated.members @ self._mixture)
         return {"energy": value, "free_energy": value}
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
         if self._mixture is not None and isinstance(self.model, AtomisticModel):
             return self._of_mixture(self.model, self._mixture, atoms, stress=stress)
         predicted = self._predict(atoms, forces=True, stress=stress)
@@ -566,8 +566,7 @@ class Calculator(ModelCalculator):
         self.forces_uncertainty_every = check_integer(
             "forces_uncertainty_every", forces_uncertainty_every, 1
         )
-        self._n_forces, self._only_means = 0, False
-        self._exceeded = False
+        self._n_forces, self._exceeded = 0, False
         self._reported: set[str] = set()
 
     def _returned(self, atoms: Atoms) -> None:
@@ -602,15 +601,6 @@ class Calculator(ModelCalculator):
         members = [self.member(i, calibrated_for=calibrated_for) for i in range(self.n_members)]
         return Prediction(stack_members([f(member) for member in members]))
 
-    def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
-        of_forces = {name for name in properties if "forces" in _NEEDS.get(name, ())}
-        self._only_means = False
-        if of_forces:
-            plain = of_forces <= {"forces", "stress"} and "gradient" not in self._needs
-            self._only_means = plain and self._n_forces % self.forces_uncertainty_every != 0
-            self._n_forces += 1
-        return super()._compute(atoms, properties)
-
     def _of_energy(self, energy: StructurePrediction) -> Results:
         results: Results = {
             "energy": float(energy.mean),
@@ -625,23 +615,32 @@ class Calculator(ModelCalculator):
             results["extrapolation_reason"] = energy.reasons[0]
         return results
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
-        if self._only_means and isinstance(self.model, AtomisticModel):
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
+        is_turn = self._n_forces % self.forces_uncertainty_every == 0
+        self._n_forces += 1
+        names = {name for name in properties if "forces" in _NEEDS.get(name, ())}
+        only_means = not is_turn and names <= {"forces", "stress"} and "gradient" not in self._needs
+        if only_means and isinstance(self.model, AtomisticModel):
             n = self.model.fitted.weights.shape[1]
             means = self._of_mixture(self.model, np.full(n, 1 / n), atoms, stress=stress)
             return means | self._of_energy(self._predict(atoms))
         predicted = self._predict(atoms, forces=True, stress=stress)
-        results, calibrate = self._of_energy(predicted), self._calibrate(predicted, len(atoms))
-        gradients = {"forces": "energy_uncertainty_gradient", "stress": "energy_uncertainty_stress"}
-        members = predicted.uncalibrated.members
+        results = self._of_energy(predicted)
         for name in ("forces", "stress")[: 1 + stress]:
             of: Prediction = getattr(predicted, name)
             results[name], results[f"{name}_uncertainty"] = of.mean, of.std
             results[f"{name}_ensemble"] = of.members.copy()
-            if "gradient" in self._needs:
-                slopes = member_gradients(calibrate, members, of.uncalibrated.members)
-                sign = -1.0 if name == "forces" else 1.0
-                results[gradients[name]] = sign * std_gradient(calibrate(members), slopes)
+        if "gradient" not in self._needs:
+            return results
+        members, calibrate = predicted.uncalibrated.members, self._calibrate(predicted, len(atoms))
+
+        def derivative(of: Prediction) -> Float64Array:
+            gradients = member_gradients(calibrate, members, of.uncalibrated.members)
+            return std_gradient(calibrate(members), gradients)
+
+        results["energy_uncertainty_gradient"] = -derivative(predicted.forces)
+        if stress:
+            results["energy_uncertainty_stress"] = derivative(predicted.stress)
         return results
 
     def _check_limits(self, atoms: Atoms) -> None:

@@ -176,7 +176,7 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
                 "`representation`.",
                 parameter="representation",
             )
-        update = {"representation": backbone.given(representation)}
+        update = {"representation": backbone.with_weights(representation)}
         settings = document.settings.model_copy(update=update)
         document = document.model_copy(update={"settings": settings})
     try:

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
-import scipy.linalg
 from ase import Atoms
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
@@ -39,19 +38,6 @@ PACKAGES = {"sevennet": "sevenn", "mace": "mace-torch", "metatomic": "metatomic-
 def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
     """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-
-
-def in_box(atoms: Atoms, margin: float) -> Atoms:
-    """Return a structure that is periodic in all directions, with its atoms in the cell.
-
-    Along directions that were not periodic images are apart by a margin (Å).
-    """
-    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
-    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
-    normals = scipy.linalg.null_space(vectors).T if len(vectors) else np.eye(3)
-    widths = np.ptp(positions @ normals.T, axis=0) + margin
-    cell = np.concatenate([vectors, widths[:, None] * normals])
-    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 # --- hyper-parameters ---
@@ -282,7 +268,7 @@ SERIAL = 30_000
 class PotentialValues(NamedTuple):
     """Energies and perhaps forces and stresses of n structures by a potential.
 
-    They are in eV, eV/Å and eV/Å³ if nothing else is said. Missing values are NaN.
+    Networks have them in eV, eV/Å and eV/Å³. Missing values are NaN.
     """
 
     energies: Float64Array  #: (n,)
@@ -333,7 +319,7 @@ class Representation(ABC):
         """Raise an `InputError` if what features need is missing, or not that of the training."""
 
     def exact(self) -> Representation:
-        """Return the same representation with features in float64, for predictions."""
+        """Return a copy with features in float64, for predictions."""
         return self
 
     @abstractmethod

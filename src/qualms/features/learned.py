@@ -125,7 +125,7 @@ class Backbone(RepresentationSettings):
     _trusted: bool = PrivateAttr(default=False)
 
     def trusting(self, network: object = None) -> Backbone:
-        """Return the same, with what a user gives: the object, or weights that may be opened."""
+        """Return hyper-parameters with the object, or weights that may be opened, of a user."""
         copy = self.model_copy()
         copy._network, copy._trusted = network or self._network, True
         return copy
@@ -154,8 +154,8 @@ class Backbone(RepresentationSettings):
             )
         return self._network
 
-    def given(self, weights: object) -> Backbone:
-        """Return the same with the file of the weights, or the object, that a user gives."""
+    def with_weights(self, weights: object) -> Backbone:
+        """Return hyper-parameters with the file of the weights, or the object, of a user."""
         is_path = isinstance(weights, str | Path)
         if is_path == (self.backbone == "object"):
             needed = f"the object {self.model}" if is_path else f"a file for {self.backbone}"
@@ -176,7 +176,7 @@ class Backbone(RepresentationSettings):
         return self.backbone != "object" or hasattr(self._network, "vjp")
 
     def with_forces(self) -> Backbone:
-        """Return the same, or reject a network that has no vector-Jacobian product."""
+        """Return these hyper-parameters, or reject a network without a vector-Jacobian product."""
         if not self.has_forces:
             raise InputError(
                 f"Forces are derivatives of features, which {self.model} does not have. Give it a "
@@ -191,16 +191,16 @@ class Backbone(RepresentationSettings):
         A model that was trained before is trained with the same weights.
         """
         network = self.opened()
-        known = getattr(network, "species", None)
-        if known is not None and (unknown := sorted(set(species) - set(known))):
+        elements = getattr(network, "species", None)
+        if elements is not None and (unknown := sorted(set(species) - set(elements))):
             symbols = ", ".join(chemical_symbols[z] for z in unknown)
             raise InputError(
                 f"The structures contain {symbols}, which the network {self.backbone} does not "
                 "know. Leave these structures out, or use another `representation`.",
                 parameter="frames",
             )
-        found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
-        return self.model_copy(update=found)
+        identity = {"version": getattr(network, "version", None), "sha256": _digest(network)}
+        return self.model_copy(update=identity)
 
     @property
     def overhead(self) -> float:
@@ -253,8 +253,8 @@ def _unit(y: Float64Array) -> Float64Array:
 
 
 def _digest(network: object) -> str | None:
-    found = getattr(network, "digest", None)
-    return None if found is None else str(found)
+    digest = getattr(network, "digest", None)
+    return None if digest is None else str(digest)
 
 
 def _check_installed(backbone: str) -> None:
@@ -314,11 +314,11 @@ class LearnedRepresentation(Representation):
 
     def prepare(self) -> None:
         """Open the network, and compare it with that of the training."""
-        found, trained = getattr(self.network, "version", None), self.settings.version
-        if found != trained:
+        installed, trained = getattr(self.network, "version", None), self.settings.version
+        if installed != trained:
             warnings.warn(
                 f"The model was trained with version {trained} of {self.settings.backbone}, and "
-                f"{found} is installed: features of the same weights may differ.",
+                f"{installed} is installed: features of the same weights may differ.",
                 QualmsWarning,
                 stacklevel=2,
             )
@@ -358,7 +358,7 @@ class LearnedRepresentation(Representation):
         return self.checked(self.network.features(frames), frames)
 
     def checked(self, features: ArrayLike, frames: Sequence[Atoms]) -> Float64Array:
-        """Return what a network returned for structures, if it is finite and of the right shape."""
+        """Return features by a network as an array; reject others than finite ones of its shape."""
         y = np.asarray(features, dtype=np.float64)
         shape = sum(map(len, frames)), self.n_raw
         if y.shape != shape:
@@ -548,10 +548,10 @@ class NetworkTape(Tape):
         edges = offsets_of([len(atoms) for atoms in self.frames])
         for atoms, first in zip(self.frames, edges[:-1], strict=True):
             n, cell = len(atoms), atoms.cell.array
-            wanted = np.flatnonzero(self.moving[first : first + n])
+            movable = np.flatnonzero(self.moving[first : first + n])
             step = max(16_384 // (6 * n), 1)  # environments in memory at once
-            for start in range(0, len(wanted), step):
-                moving = wanted[start : start + step]
+            for start in range(0, len(movable), step):
+                moving = movable[start : start + step]
                 pairs = []
                 for j, axis in product(moving, range(3)):
                     shift = np.zeros((n, 3))
@@ -567,25 +567,25 @@ class NetworkTape(Tape):
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, d) in the order of `VOIGT`."""
-        found = []
+        changes = []
         for atoms in self.frames:
             pairs = []
             for a, b in zip(*VOIGT, strict=True):
                 strain = np.zeros((3, 3))
                 strain[a, b] += self._step / 2
                 strain[b, a] += self._step / 2
-                one, two = np.eye(3) + strain, np.eye(3) - strain
+                plus, minus = np.eye(3) + strain, np.eye(3) - strain
                 r, cell = atoms.positions, atoms.cell.array
-                pairs.append((r @ one, cell @ one, r @ two, cell @ two))
-            found.append(self._differences(atoms, pairs).transpose(1, 0, 2))
-        return self.representation.placed(np.concatenate(found), self.numbers)
+                pairs.append((r @ plus, cell @ plus, r @ minus, cell @ minus))
+            changes.append(self._differences(atoms, pairs).transpose(1, 0, 2))
+        return self.representation.placed(np.concatenate(changes), self.numbers)
 
     def _differences(self, atoms: Atoms, pairs: Sequence[tuple[Float64Array, ...]]) -> Float64Array:
         """Return central differences of y for pairs of positions and cells: (p, n, n_raw)."""
         frames = []
-        for one, cell, two, other in pairs:
-            frames.append(Atoms(atoms.numbers, one, cell=cell, pbc=atoms.pbc))
-            frames.append(Atoms(atoms.numbers, two, cell=other, pbc=atoms.pbc))
+        for plus, cell, minus, other in pairs:
+            frames.append(Atoms(atoms.numbers, plus, cell=cell, pbc=atoms.pbc))
+            frames.append(Atoms(atoms.numbers, minus, cell=other, pbc=atoms.pbc))
         y = self.representation.raw_features(frames).reshape(len(pairs), 2, len(atoms), -1)
         return np.asarray((y[:, 0] - y[:, 1]) / (2 * self._step))
 
@@ -642,7 +642,7 @@ def shipped_weights(backbone: str, name: str | None = None) -> Weights:
     """Return weights that come with the package of a network; the default ones if None."""
     shipped = SHIPPED[backbone]
     name = name or next(iter(shipped))
-    file, known = shipped[name]
+    file, sha256 = shipped[name]
     package = file.partition("/")[0]
     folder = installed_folder(package)
     path = None if folder is None else folder / file
@@ -654,10 +654,10 @@ def shipped_weights(backbone: str, name: str | None = None) -> Weights:
             parameter="model",
         )
     weights = Weights(path, _sha256(path))
-    if weights.sha256 != known:
+    if weights.sha256 != sha256:
         raise InputError(
             f"{path} is not the file that comes with {package}: its SHA-256 is "
-            f"{weights.sha256[:16]}…, and that of {name!r} is {known[:16]}…. It was not opened, "
+            f"{weights.sha256[:16]}…, and that of {name!r} is {sha256[:16]}…. It was not opened, "
             "because that may run code. Install the package again.",
             parameter="model",
         )

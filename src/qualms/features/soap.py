@@ -15,10 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from itertools import combinations_with_replacement, pairwise, zip_longest
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 import numpy as np
+import scipy.linalg
 from ase import Atoms
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,7 +34,6 @@ from qualms.features.base import (
     RepresentationDocument,
     RepresentationSettings,
     Sample,
-    in_box,
     offsets_of,
     validated,
 )
@@ -172,7 +172,7 @@ class Soap(RepresentationSettings):
         return all(scale.smoothing is not None for scale in self.scales)
 
     def with_forces(self) -> Soap:
-        """Return the same with neighbours that fade smoothly at the cutoff."""
+        """Return hyper-parameters with neighbours that fade smoothly at the cutoff."""
         if self.engine == "dscribe" or any(s.radial_basis != "gto" for s in self.scales):
             raise InputError(
                 "Forces need features with derivatives, which `engine='featomic'` has with "
@@ -382,7 +382,12 @@ def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """
     if not np.any(atoms.pbc):
         return Atoms(atoms.numbers, atoms.positions) if np.any(atoms.cell.array) else atoms
-    return in_box(atoms, scale.cutoff + 4 * scale.gaussian_width)
+    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
+    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
+    normals = scipy.linalg.null_space(vectors).T
+    widths = np.ptp(positions @ normals.T, axis=0) + scale.cutoff + 4 * scale.gaussian_width
+    cell = np.concatenate([vectors, widths[:, None] * normals])
+    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 class DscribeEngine(Engine):
@@ -542,8 +547,9 @@ class FeatomicEngine(Engine):
         k, m = np.array([*combinations_with_replacement(range(self.weights.shape[1]), 2)]).T
         # Pairs of different species are stored once, times √2.
         root = np.where(k == m, 1.0, np.sqrt(2.0))
-        one, two = (root * self.weights[i, k] * self.weights[j, m] for i, j in ((a, b), (b, a)))
-        pairs = np.flatnonzero((one != 0) | (two != 0))
+        W = self.weights
+        direct, turned = root * W[a, k] * W[b, m], root * W[b, k] * W[a, m]
+        pairs = np.flatnonzero((direct != 0) | (turned != 0))
         columns = np.concatenate([[*self.pair_columns.values()][pair] for pair in pairs])
         if projection is None:
             rows = np.eye(len(columns))
@@ -553,10 +559,10 @@ class FeatomicEngine(Engine):
             rows = rows[:, columns]
         n, n_orders = self.scale.n_radial, self.scale.l_max + 1
         rows = rows.reshape(len(pairs), n_orders, n, n, len(columns))
-        matrix = np.tensordot(one[pairs], rows, axes=1)
+        matrix = np.tensordot(direct[pairs], rows, axes=1)
         if a != b:
-            turned = np.tensordot(two[pairs], rows, axes=1).swapaxes(1, 2)
-            matrix = (matrix + turned) / np.sqrt(2.0)
+            exchanged = np.tensordot(turned[pairs], rows, axes=1).swapaxes(1, 2)
+            matrix = (matrix + exchanged) / np.sqrt(2.0)
         return columns, matrix.reshape(self.n_products, len(columns))
 
     def expand(
@@ -737,7 +743,7 @@ class SoapRepresentation(Representation):
         return np.dtype(np.float32 if self.projections else np.float64)
 
     def exact(self) -> SoapRepresentation:
-        """Return the same representation with features in float64, for predictions."""
+        """Return a copy with features in float64, for predictions."""
         return replace(self, precise=True)
 
     @property
@@ -812,9 +818,14 @@ class SoapRepresentation(Representation):
     @property
     def differentiable(self) -> Sequence[DifferentiableFeatures]:
         """Features with derivatives, one for each term of the kernel; they need featomic."""
-        from qualms.features.soap_derivatives import scale_features
+        from qualms.features.soap_derivatives import ScaleFeatures
 
-        return scale_features(self)
+        projections = [projection.matrix.astype(np.float64) for projection in self.projections]
+        length = None if self.soap.normalize else self.feature_scale
+        return [
+            ScaleFeatures(cast(FeatomicEngine, engine), projection, length)
+            for engine, projection in zip_longest(self.engines, projections)
+        ]
 
     @cached_property
     def kernel(self) -> Kernel:
