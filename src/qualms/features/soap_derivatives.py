@@ -235,10 +235,8 @@ class SoapTape(Tape):
         for a, b in combinations_with_replacement(range(K), 2):
             features, matrix = self.features.coupling(species[a], species[b])
             by_features = slopes[:, :, np.searchsorted(columns, features)]
-            of_pair = (by_features.reshape(n * R, -1) @ matrix.T).reshape(
-                n, R, -1, n_radial, n_radial
-            )
-            of_pair = of_pair.transpose(2, 0, 1, 3, 4)
+            flat = by_features.reshape(n * R, -1) @ matrix.T
+            of_pair = flat.reshape(n, R, -1, n_radial, n_radial).transpose(2, 0, 1, 3, 4)
             lifted[:, :, :, a, :, b] = of_pair
             if a != b:
                 lifted[:, :, :, b, :, a] = of_pair.swapaxes(3, 4)
