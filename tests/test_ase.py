@@ -22,9 +22,9 @@ from fake_potential import PairCommittee
 
 from qualms import InputError, Prediction, QualmsError, QualmsWarning
 from qualms.ase import Calculator, MemberCalculator, UncertaintyError, WeightedBaseline
-from qualms.ase.calculator import calibrated_point
+from qualms.ase.calculator import member_gradients, std_gradient
 from qualms.atomistic.labels import find_label
-from qualms.calibration.members import source_members
+from qualms.calibration.members import calibrated_members, source_members
 from qualms.calibration.methods import build_calibration
 
 pytestmark = pytest.mark.filterwarnings("ignore:The training set has too few compositions")
@@ -93,17 +93,12 @@ def assert_derivatives(atoms, h=(1e-4, 1e-5), atol=(1e-6, 1e-7), stress=True):
 # --- derivatives of calibrated members ---
 
 
-def test_a_factor_without_a_calibration_is_constant_and_equal_members_have_no_gradient():
-    raw = np.random.default_rng(0).normal(size=7)
-    point = calibrated_point(raw, raw.mean() + 2.5 * (raw - raw.mean()), None)
+def test_equal_members_have_no_gradient_of_their_uncertainty():
     gradients, same = np.random.default_rng(1).normal(size=(5, 7)), np.full(7, 3.0)
-    mean = gradients.mean(axis=1, keepdims=True)
-    expected = mean + 2.5 * (gradients - mean)
-    np.testing.assert_allclose(point.member_gradients(gradients), expected, rtol=1e-9)
-    point = calibrated_point(same, same, build_calibration("power", {"alpha": 1.3, "gamma": 0.6}))
-    np.testing.assert_array_equal(point.std_gradient(gradients), 0.0)
-    found = point.member_gradients(gradients)
-    np.testing.assert_allclose(found.mean(axis=1), mean[:, 0], atol=1e-12)
+    np.testing.assert_array_equal(std_gradient(same, gradients), 0.0)
+    calibration = build_calibration("power", {"alpha": 1.3, "gamma": 0.6})
+    found = member_gradients(lambda m: calibrated_members(calibration, m), same, gradients)
+    np.testing.assert_allclose(found.mean(axis=1), gradients.mean(axis=1), atol=1e-12)
 
 
 # --- results ---
@@ -163,6 +158,20 @@ def test_map_calls_a_function_with_every_member(committee, atoms):
             calc.map(f)
     with rejects("index"):
         MemberCalculator(committee, 6)
+
+
+def test_novelty_of_a_structure_and_of_its_atoms(water_model, water):
+    calc = Calculator(water_model)
+    calc.get_potential_energy(water)
+    assert "novelty" not in calc.results
+    found = water_model.predict([water], atoms=True)
+    assert calc.get_property("novelty", water) == pytest.approx(found.novelty[0], rel=1e-4)
+    np.testing.assert_allclose(calc.results["novelties"], found.atom_novelty[0], rtol=1e-4)
+    assert calc.results["novelty"] == pytest.approx(calc.results["novelties"].max())
+    assert water.info["extrapolates"] == calc.results["extrapolates"] == found.extrapolates[0]
+    assert "novelties" in water.arrays
+    with pytest.raises(PropertyNotImplementedError):
+        Calculator(PairCommittee()).get_property("novelty", water)
 
 
 # --- in ASE ---
@@ -512,7 +521,8 @@ def test_models_without_smooth_forces(energy_model, molecules, water):
     atoms.calc = Calculator(energy_model)
     assert atoms.get_potential_energy() == pytest.approx(energy_model.predict([atoms]).mean[0])
     for calc in (atoms.calc, atoms.calc.member(0)):
-        with rejects("engine"):
+        assert "forces" not in calc.implemented_properties
+        with pytest.raises(PropertyNotImplementedError, match="featomic"):
             calc.get_forces(atoms)
     rough = {name: value for name, value in SMOOTH.items() if name != "smoothing"}
     model = water_model_of(representation=rough)

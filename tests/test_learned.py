@@ -388,7 +388,7 @@ def test_sevennet_is_that_of_its_own_calculator(dimers):
     crystal = bulk("NaCl", "rocksalt", 5.6)
     crystal.rattle(0.1, seed=0)
     frames = [crystal, dimers[0].copy()]
-    found = make_backbone("sevennet").opened().reference(frames, forces=True, stress=True)
+    found = make_backbone("sevennet").opened().potential(frames, forces=True, stress=True)
     for s, atoms in enumerate(frames):
         atoms.calc = calculator  # in float32
         assert atoms.get_potential_energy() == pytest.approx(found.energies[s], abs=1e-4)
@@ -474,7 +474,7 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other packages
         save(path)
-    network = make_backbone(backbone).given(path).opened()
+    network = make_backbone(backbone).with_weights(path).opened()
     crystal = Atoms("OH", [[0, 0, 0], [1.1, 0.3, 0]], cell=[3.0, 3.1, 3.2], pbc=True)
     frames = [dimers[0], crystal]
     y, pull_back = network.vjp(frames)

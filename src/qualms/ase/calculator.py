@@ -21,7 +21,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
@@ -47,7 +47,6 @@ from qualms.atomistic.predictions import (
     member_energies,
 )
 from qualms.calibration.members import calibrated_members, source_members
-from qualms.calibration.methods import Calibration
 from qualms.errors import (
     CalibrationError,
     InputError,
@@ -63,85 +62,67 @@ from qualms.resources import default_threads, limited
 Results = dict[str, Any]
 #: Called with a structure that is too uncertain, and the results for it.
 OnExceed = Callable[[Atoms, Results], object]
+#: Takes members (…, N_R) to calibrated ones.
+Calibrate = Callable[[Float64Array], Float64Array]
 
-#: Learned and baseline energies that differ by more than so many σ have no common zero.
-_OTHER_ZERO = 30.0
-#: Step of the central difference, relative to the standard deviation: its error is about the
-#: square of that.
-_STEP = 1e-4
+#: Results beside energies, and what is computed for them: novelty, forces, the stress, and
+#: derivatives of the uncertainty of the energy.
+_NEEDS: dict[str, frozenset[str]] = {
+    name: frozenset(needs.split())
+    for needs, names in {
+        "novelty": ("novelty", "novelties", "extrapolates", "extrapolation_reason"),
+        "forces": ("forces", "forces_uncertainty", "forces_ensemble"),
+        "forces stress": ("stress", "stress_uncertainty", "stress_ensemble"),
+        "forces gradient": ("energy_uncertainty_gradient",),
+        "forces gradient stress": ("energy_uncertainty_stress",),
+    }.items()
+    for name in names
+}
 #: Results that ASE does not write: copied to ``atoms.info`` and to ``atoms.arrays``.
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "novelty")
 _OF_STRUCTURES = (
-    "energy_uncertainty", "energy_ensemble", "energy_predicted",
-    "stress_uncertainty", "stress_ensemble", "weight", "extrapolates", "extrapolation_reason",
+    "energy_uncertainty", "energy_ensemble", "energy_predicted", "stress_uncertainty",
+    "stress_ensemble", "weight", "novelty", "extrapolates", "extrapolation_reason",
 )  # fmt: skip
-#: Properties that need derivatives, and derivatives with respect to the cell.
-_WITH_STRESS = ("stress", "stress_uncertainty", "stress_ensemble", "energy_uncertainty_stress")
-_WITH_FORCES = (
-    "forces", "forces_uncertainty", "forces_ensemble", "energy_uncertainty_gradient", *_WITH_STRESS,
-)  # fmt: skip
-#: Novelty of atoms, and whether the structure is an extrapolation, computed once they are needed.
-_OF_NOVELTY = ("novelty", "extrapolates", "extrapolation_reason")
-#: Derivatives of the uncertainty, computed once they are needed.
-_OF_UNCERTAINTY = ("energy_uncertainty_gradient", "energy_uncertainty_stress")
-#: Uncertainties that may have a threshold.
-_LIMITED = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
-#: Quantities that members can be calibrated for.
-_CALIBRATED_FOR = ("forces", "energy")
+_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "novelties")
 
 
 # --- derivatives of calibrated members ---
 
 
-@dataclass(frozen=True)
-class CalibratedPoint:
-    """The members E_i (N_R,) of one prediction before calibration, and what calibrates them."""
+def member_gradients(
+    calibrate: Calibrate, members: Float64Array, gradients: Float64Array
+) -> Float64Array:
+    """Return the gradients ∇E_i' of calibrated members.
 
-    members: Float64Array
-    transform: Callable[[Float64Array], Float64Array]
+    A central difference along each gradient: the factors of a calibration depend on the members.
+    Energies are relative to their mean, so that no digits are lost. The step is small relative to
+    the standard deviation: the error is about the square of that.
 
-    def member_gradients(self, gradients: Float64Array) -> Float64Array:
-        """Return ∇E_i' (…, N_R), given ∇E_i of the same shape.
-
-        A central difference along each gradient: the factors of a calibration depend on the
-        members. Energies are relative to their mean, so that no digits are lost.
-        """
-        deviations = self.members - self.members.mean()
-        std = float(ensemble_mean_std(self.members)[1])
-        slopes = ensemble_mean_std(gradients)[1]
-        step = np.divide(_STEP * std, slopes, out=np.ones_like(slopes), where=slopes > 0)[..., None]
-        step = np.where(step > 0, step, 1.0)
-        low, high = (self.transform(deviations + h * gradients) for h in (-step, step))
-        return np.asarray((high - low) / (2 * step))
-
-    def std_gradient(self, gradients: Float64Array) -> Float64Array:
-        """Return ∇σ (…), given ∇E_i (…, N_R); zero where all members agree."""
-        members = self.transform(self.members[None])[0]
-        deviations = members - members.mean()
-        square = float(deviations @ deviations)  # (N_R − 1) σ²
-        if square == 0.0:
-            return np.zeros(gradients.shape[:-1])
-        along = self.member_gradients(gradients) @ deviations  # Σ d_i ḡ = 0
-        return np.asarray(along * ((len(members) - 1) * square) ** -0.5)
-
-
-def calibrated_point(
-    raw: Float64Array, calibrated: Float64Array, calibration: Calibration | None, scale: float = 1.0
-) -> CalibratedPoint:
-    """Describe one prediction by its members (N_R,) before and after calibration.
-
-    Without a calibration the factor does not depend on the standard deviation. `scale` is applied
-    after calibration: the number of atoms, for an extensive property.
+    Parameters
+    ----------
+    calibrate : callable
+        Returns calibrated members (…, N_R) for those before calibration.
+    members : (N_R,) array
+        E_i before calibration.
+    gradients : (…, N_R) array
+        ∇E_i.
     """
-    if calibration is not None:
-        return CalibratedPoint(
-            raw, lambda members: scale * calibrated_members(calibration, members / scale)
-        )
-    before, after = (ensemble_mean_std(members)[1] for members in (raw, calibrated))
-    factor = float(after / before) if before > 0.0 else 1.0
-    return CalibratedPoint(
-        raw, lambda members: rescaled(members, np.full(members.shape[:-1], factor))
-    )
+    deviations, std = members - members.mean(), float(ensemble_mean_std(members)[1])
+    slopes = ensemble_mean_std(gradients)[1]
+    step = np.divide(1e-4 * std, slopes, out=np.ones_like(slopes), where=slopes > 0)[..., None]
+    step = np.where(step > 0, step, 1.0)
+    low, high = (calibrate(deviations + h * gradients) for h in (-step, step))
+    return np.asarray((high - low) / (2 * step))
+
+
+def std_gradient(members: Float64Array, gradients: Float64Array) -> Float64Array:
+    """Return ∇σ (…), for E_i (N_R,) and ∇E_i (…, N_R); zero where all members agree."""
+    deviations = members - members.mean()
+    square = float(deviations @ deviations)  # (N_R − 1) σ²
+    if square == 0.0:
+        return np.zeros(gradients.shape[:-1])
+    # Σ d_i ḡ = 0
+    return np.asarray(gradients @ deviations * ((len(members) - 1) * square) ** -0.5)
 
 
 # --- calculators ---
@@ -186,11 +167,14 @@ class UncertaintyCalculator(AseCalculator):
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         self.results = self._compute(self.atoms, properties)
+        self._computed(atoms or self.atoms, is_new=bool(system_changes))
 
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
     ) -> Any:
         """Return a property, computed if necessary: see ASE."""
+        if name not in self.implemented_properties:
+            raise PropertyNotImplementedError(self._reason(name))
         with self._lock:
             value = super().get_property(name, atoms, allow_calculation)
             if atoms is not None and value is not None:
@@ -207,6 +191,13 @@ class UncertaintyCalculator(AseCalculator):
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         raise NotImplementedError
 
+    def _reason(self, name: str) -> str:
+        """Return why there is no such property."""
+        return f"{name} is none of {', '.join(self.implemented_properties)}"
+
+    def _computed(self, atoms: Atoms, *, is_new: bool) -> None:
+        """Handle a structure with new results; a new one, or one with more properties."""
+
     def _returned(self, atoms: Atoms) -> None:
         """Handle a structure whose results are returned."""
 
@@ -222,8 +213,15 @@ class ModelCalculator(UncertaintyCalculator):
         _check_model(model)
         super().__init__()
         self.model = model
-        self._with_stress = self._with_gradient = self._with_novelty = False
+        self._needs: set[str] = set()  # what was requested once is computed with every structure
         self._potential: Potential | None = None  # that of `_of_mixture`
+        lacks = {"novelty"} if self._fitted is None else set()
+        if self._fitted is not None and not self._fitted.representation.has_derivatives:
+            lacks.add("forces")
+        # Of this object, rather than of the class: not all models have forces.
+        self.implemented_properties = [
+            name for name in self.implemented_properties if not lacks & _NEEDS.get(name, set())
+        ]
 
     @property
     def _fitted(self) -> Fitted | None:
@@ -238,21 +236,26 @@ class ModelCalculator(UncertaintyCalculator):
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         has_volume = atoms.cell.rank == 3
-        if any(name in _WITH_STRESS for name in properties):
-            if not has_volume:
-                raise PropertyNotImplementedError("stress needs a cell that has a volume")
-            # After the first stress, the stress is computed with all forces.
-            self._with_stress = True
-        self._with_gradient |= any(name in _OF_UNCERTAINTY for name in properties)
-        self._with_novelty |= any(name in _OF_NOVELTY for name in properties)
-        if not any(name in _WITH_FORCES for name in properties):
+        needs = set[str]().union(*(_NEEDS.get(name, ()) for name in properties))
+        if "stress" in needs and not has_volume:
+            raise PropertyNotImplementedError("stress needs a cell that has a volume")
+        self._needs |= needs
+        if "forces" not in needs:
             return self._of_energy(self._predict(atoms))
-        return self._of_forces(atoms, stress=has_volume and self._with_stress)
+        return self._of_forces(atoms, properties, stress=has_volume and "stress" in self._needs)
+
+    def _reason(self, name: str) -> str:
+        if self._fitted is not None and "forces" in _NEEDS.get(name, ()):
+            try:
+                self._fitted.representation.check_derivatives()
+            except InputError as error:
+                return str(error)
+        return super()._reason(name)
 
     def _of_energy(self, energy: StructurePrediction) -> Results:
         raise NotImplementedError
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
         raise NotImplementedError
 
     def _predict(
@@ -262,11 +265,11 @@ class ModelCalculator(UncertaintyCalculator):
         if not isinstance(self.model, AtomisticModel):
             options = {"forces": forces, "stress": stress} if forces else {}
             return self.model.predict([atoms], **options).structure(0)
-        novelty = self._with_novelty
+        novelty = "novelty" in self._needs
         request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
         smooth = self.model.fitted.representation.has_derivatives
-        (found,) = self.model.stream([atoms], request, smooth=smooth)
-        return found.structure(0)
+        (prediction,) = self.model.stream([atoms], request, smooth=smooth)
+        return prediction.structure(0)
 
     def _of_mixture(
         self, model: AtomisticModel, c: Float64Array, atoms: Atoms, *, stress: bool
@@ -277,32 +280,38 @@ class ModelCalculator(UncertaintyCalculator):
         if self._potential is None:
             self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
         with limited(model.threads, len(atoms)):
-            found = derivatives(self._potential, [atoms], strain=stress)
+            learned = derivatives(self._potential, [atoms], strain=stress)
         design = structure_design([atoms], model.fitted.baseline.species)
         others = member_energies(model.fitted, design, np.zeros((1, len(c))))[0] @ c * len(atoms)
-        energy = float(found.energies[0, 0] + others)
-        results: Results = {"energy": energy, "free_energy": energy, "forces": found.forces[..., 0]}
-        if found.virials is not None:
-            results["stress"] = found.virials[0, :, 0] / atoms.cell.volume
+        results: Results = {"energy": float(learned.energies[0, 0] + others)}
+        results["forces"] = learned.forces[..., 0]
+        if learned.virials is not None:
+            results["stress"] = learned.virials[0, :, 0] / atoms.cell.volume
         if model.reference is not None:
             values = model.reference.evaluate([atoms], forces=True, stress=stress)
-            own = {"forces": values.forces, "stress": values.stresses}
-            results["energy"] = results["free_energy"] = energy + float(values.energies[0])
-            results |= {
-                name: results[name] + one[0] for name, one in own.items() if one is not None
-            }
-        return results
+            for name, of_baseline in zip(("energy", "forces", "stress"), values, strict=True):
+                if of_baseline is not None:
+                    results[name] = results[name] + of_baseline[0]
+        return results | {"free_energy": results["energy"]}
 
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
         return super().__getstate__() | {"_potential": None}
 
-    def _point(self, energy: Prediction, n_atoms: int) -> CalibratedPoint:
-        """Return the energy of one structure and how its calibration depends on it."""
-        calibration = None if self._fitted is None else self._fitted.calibration
-        return calibrated_point(
-            energy.uncalibrated.members, energy.members, calibration, float(n_atoms)
+    def _calibrate(self, energy: Prediction, n_atoms: int) -> Calibrate:
+        """Return the function that calibrates the members of the energy of a structure.
+
+        Members of a model that is not ours are scaled by a constant factor.
+        """
+        if self._fitted is not None:
+            calibration = self._fitted.calibration
+            return lambda members: n_atoms * calibrated_members(calibration, members / n_atoms)
+        before, after = (
+            ensemble_mean_std(members)[1]
+            for members in (energy.uncalibrated.members, energy.members)
         )
+        factor = float(after / before) if before > 0.0 else 1.0
+        return lambda members: rescaled(members, np.full(members.shape[:-1], factor))
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelCalculator:
         # A trained model does not change, and may be large: copies share it.
@@ -349,16 +358,16 @@ class MemberCalculator(ModelCalculator):
                 f"`index` is {index}; predictions have {self.n_members} members, counted from 0.",
                 parameter="index",
             )
-        if calibrated_for not in (None, *_CALIBRATED_FOR):
-            raise unknown_choice("calibrated_for", calibrated_for, _CALIBRATED_FOR)
-        own = self._fitted and self._fitted.calibration_of("forces")
-        if calibrated_for == "forces" and own is None:
+        if calibrated_for not in (None, "forces", "energy"):
+            raise unknown_choice("calibrated_for", calibrated_for, ("forces", "energy"))
+        of_forces = self._fitted and self._fitted.calibration_of("forces")
+        if calibrated_for == "forces" and of_forces is None:
             raise InputError(
                 "The model has no calibration of forces. Use `calibrated_for='energy'`, or train "
                 "it on forces.",
                 parameter="calibrated_for",
             )
-        self.calibrated_for = calibrated_for or ("energy" if own is None else "forces")
+        self.calibrated_for = calibrated_for or ("energy" if of_forces is None else "forces")
         self._mixture = self._weights_of_members()
 
     def _of_energy(self, energy: StructurePrediction) -> Results:
@@ -367,14 +376,15 @@ class MemberCalculator(ModelCalculator):
             value = float(energy.uncalibrated.members @ self._mixture)
         return {"energy": value, "free_energy": value}
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
         if self._mixture is not None and isinstance(self.model, AtomisticModel):
             return self._of_mixture(self.model, self._mixture, atoms, stress=stress)
-        found = self._predict(atoms, forces=True, stress=stress)
-        results, point = self._of_energy(found), self._point(found, len(atoms))
+        predicted = self._predict(atoms, forces=True, stress=stress)
+        results, calibrate = self._of_energy(predicted), self._calibrate(predicted, len(atoms))
+        members = predicted.uncalibrated.members
         for name in ("forces", "stress")[: 1 + stress]:
-            raw = getattr(found, name).uncalibrated.members
-            results[name] = point.member_gradients(raw)[..., self.index]
+            raw = getattr(predicted, name).uncalibrated.members
+            results[name] = member_gradients(calibrate, members, raw)[..., self.index]
         return results
 
     def _weights_of_members(self) -> Float64Array | None:
@@ -405,12 +415,20 @@ class MemberCalculator(ModelCalculator):
 
 
 def annotate(atoms: Atoms, results: Results) -> None:
-    """Copy results that ASE does not write to a structure; remove those of other calculators."""
+    """Copy results that ASE does not write to a structure; remove those of other calculators.
+
+    Ensembles have the layout that ASE can write: of member 0, x y z; of member 1, …
+    """
     for names, store in ((_OF_STRUCTURES, atoms.info), (_OF_ATOMS, atoms.arrays)):
         for name in names:
             store.pop(name, None)
             if name in results:
                 store[name] = copy.copy(results[name])
+    if "forces_ensemble" in results:
+        members = np.moveaxis(results["forces_ensemble"], -1, 1)
+        atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
+    if "stress_ensemble" in results:
+        atoms.info["stress_ensemble"] = results["stress_ensemble"].T.ravel()
 
 
 def _check_model(model: Model) -> None:
@@ -486,10 +504,12 @@ class Calculator(ModelCalculator):
       In ``atoms.info`` the latter has 6 N_R numbers, member by member;
     - ``energy_uncertainty_gradient`` (n, 3) and ``energy_uncertainty_stress`` (6,): derivatives of
       ``energy_uncertainty``, eV/Å and eV/Å³;
-    - ``novelty`` (n,), ``extrapolates`` and ``extrapolation_reason``, of an `AtomisticModel`: see
-      `qualms.atomistic.predictions`. They are computed once one of them was requested.
+    - ``novelty`` of the structure, ``novelties`` (n,) of its atoms, ``extrapolates`` and
+      ``extrapolation_reason``, of an `AtomisticModel`: see `qualms.atomistic.predictions`. They are
+      computed once one of them was requested.
 
-    Forces are computed only if they are requested. Copies share the model.
+    Forces are computed only if they are requested. Models whose features have no derivatives have
+    energies alone. Copies share the model.
 
     Examples
     --------
@@ -498,7 +518,7 @@ class Calculator(ModelCalculator):
     """
 
     implemented_properties = [  # noqa: RUF012
-        "energy", "free_energy", "energy_uncertainty", "energy_ensemble", *_WITH_FORCES
+        "energy", "free_energy", "energy_uncertainty", "energy_ensemble", *_NEEDS
     ]  # fmt: skip
 
     def __init__(
@@ -522,24 +542,22 @@ class Calculator(ModelCalculator):
             model = copy.copy(model)
             model.threads = default_threads(threads)
         super().__init__(model)
-        if isinstance(self.model, AtomisticModel):
-            self.implemented_properties = [*self.implemented_properties, *_OF_NOVELTY]
-        if isinstance(model, AtomisticModel) and not model.fitted.settings.units:
+        settings = None if self._fitted is None else self._fitted.settings
+        if settings is not None and not settings.units:
             warnings.warn(
                 "The model has no units of energy: energies are assumed to be in eV, and forces in "
                 "eV/Å. Train it with units='eV'.",
                 QualmsWarning,
                 stacklevel=2,
             )
-        if isinstance(model, AtomisticModel):
-            target = model.fitted.settings.target
-            if any(word in target.lower() for word in ("delta", "diff", "δ")):
-                warnings.warn(
-                    f"The model predicts {target!r}, by its name a difference of energies, and so "
-                    "are the results. WeightedBaseline with learns='difference' adds a baseline.",
-                    QualmsWarning,
-                    stacklevel=2,
-                )
+        target = "" if settings is None else settings.target
+        if any(word in target.lower() for word in ("delta", "diff", "δ")):
+            warnings.warn(
+                f"The model predicts {target!r}, by its name a difference of energies, and so are "
+                "the results. WeightedBaseline with learns='difference' adds a baseline.",
+                QualmsWarning,
+                stacklevel=2,
+            )
         self.uncertainty_threshold = _limits(uncertainty_threshold)
         if on_exceed not in ("warn", "raise") and not callable(on_exceed):
             raise unknown_choice("on_exceed", on_exceed, ("warn", "raise", "a callable"))
@@ -548,28 +566,21 @@ class Calculator(ModelCalculator):
         self.forces_uncertainty_every = check_integer(
             "forces_uncertainty_every", forces_uncertainty_every, 1
         )
-        self._n_forces, self._only_means = 0, False
-        self._exceeded = False
+        self._n_forces, self._exceeded = 0, False
         self._reported: set[str] = set()
 
     def _returned(self, atoms: Atoms) -> None:
-        self._annotate(atoms)
+        if self.annotate:
+            annotate(atoms, self.results)
         if self.on_exceed == "raise":
             self._check_limits(atoms)
 
-    def calculate(
-        self,
-        atoms: Atoms | None = None,
-        properties: Sequence[str] = ("energy",),
-        system_changes: Sequence[str] = all_changes,
-    ) -> None:
-        """Compute properties and all that comes with them: see ASE."""
-        super().calculate(atoms, properties, system_changes)
-        given: Atoms = self.atoms if atoms is None else atoms  # type: ignore[assignment]
-        if system_changes:  # otherwise it is the same structure, with more properties
+    def _computed(self, atoms: Atoms, *, is_new: bool) -> None:
+        if is_new:
             self._reported = set()
-        self._annotate(given)
-        self._check_limits(given)
+        if self.annotate:
+            annotate(atoms, self.results)
+        self._check_limits(atoms)
 
     def member(self, i: int, *, calibrated_for: str | None = None) -> MemberCalculator:
         """Return a calculator of the calibrated potential of member i, from 0.
@@ -590,15 +601,6 @@ class Calculator(ModelCalculator):
         members = [self.member(i, calibrated_for=calibrated_for) for i in range(self.n_members)]
         return Prediction(stack_members([f(member) for member in members]))
 
-    def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
-        wanted = {name for name in properties if name in _WITH_FORCES}
-        self._only_means = False
-        if wanted:
-            plain = wanted <= {"forces", "stress"} and not self._with_gradient
-            self._only_means = plain and self._n_forces % self.forces_uncertainty_every != 0
-            self._n_forces += 1
-        return super()._compute(atoms, properties)
-
     def _of_energy(self, energy: StructurePrediction) -> Results:
         results: Results = {
             "energy": float(energy.mean),
@@ -607,42 +609,39 @@ class Calculator(ModelCalculator):
             "energy_ensemble": energy.members.copy(),
         }
         if energy.parts.atom_novelty is not None:
-            results["novelty"] = energy.atom_novelty[0]
+            results["novelty"] = float(energy.novelty[0])
+            results["novelties"] = energy.atom_novelty[0]
             results["extrapolates"] = bool(energy.extrapolates[0])
             results["extrapolation_reason"] = energy.reasons[0]
         return results
 
-    def _of_forces(self, atoms: Atoms, *, stress: bool) -> Results:
-        if self._only_means and isinstance(self.model, AtomisticModel):
+    def _of_forces(self, atoms: Atoms, properties: Sequence[str], *, stress: bool) -> Results:
+        is_turn = self._n_forces % self.forces_uncertainty_every == 0
+        self._n_forces += 1
+        names = {name for name in properties if "forces" in _NEEDS.get(name, ())}
+        only_means = not is_turn and names <= {"forces", "stress"} and "gradient" not in self._needs
+        if only_means and isinstance(self.model, AtomisticModel):
             n = self.model.fitted.weights.shape[1]
             means = self._of_mixture(self.model, np.full(n, 1 / n), atoms, stress=stress)
             return means | self._of_energy(self._predict(atoms))
-        found = self._predict(atoms, forces=True, stress=stress)
-        results = self._of_energy(found)
+        predicted = self._predict(atoms, forces=True, stress=stress)
+        results = self._of_energy(predicted)
         for name in ("forces", "stress")[: 1 + stress]:
-            of: Prediction = getattr(found, name)
+            of: Prediction = getattr(predicted, name)
             results[name], results[f"{name}_uncertainty"] = of.mean, of.std
             results[f"{name}_ensemble"] = of.members.copy()
-        if not self._with_gradient:
+        if "gradient" not in self._needs:
             return results
-        point = self._point(found, len(atoms))
-        raw = found.forces.uncalibrated.members
-        results["energy_uncertainty_gradient"] = -point.std_gradient(raw)
-        if stress:
-            raw = found.stress.uncalibrated.members
-            results["energy_uncertainty_stress"] = point.std_gradient(raw)
-        return results
+        members, calibrate = predicted.uncalibrated.members, self._calibrate(predicted, len(atoms))
 
-    def _annotate(self, atoms: Atoms) -> None:
-        """Copy uncertainties and ensembles to a structure, in the layout that ASE can write."""
-        if not self.annotate:
-            return
-        annotate(atoms, self.results)
-        if "forces_ensemble" in atoms.arrays:  # XYZ has columns: of member 0, x y z, of member 1, …
-            members = np.moveaxis(atoms.arrays["forces_ensemble"], -1, 1)
-            atoms.arrays["forces_ensemble"] = members.reshape(len(atoms), -1)
-        if "stress_ensemble" in atoms.info:
-            atoms.info["stress_ensemble"] = atoms.info["stress_ensemble"].T.ravel()
+        def derivative(of: Prediction) -> Float64Array:
+            gradients = member_gradients(calibrate, members, of.uncalibrated.members)
+            return std_gradient(calibrate(members), gradients)
+
+        results["energy_uncertainty_gradient"] = -derivative(predicted.forces)
+        if stress:
+            results["energy_uncertainty_stress"] = derivative(predicted.stress)
+        return results
 
     def _check_limits(self, atoms: Atoms) -> None:
         """Warn, raise or call if an uncertainty of a structure exceeds its limit."""
@@ -675,11 +674,12 @@ def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:
     parameter = "uncertainty_threshold"
     if not isinstance(threshold, Mapping):
         threshold = {"energy_uncertainty": threshold}
+    names = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
     for name in threshold:
-        if name not in _LIMITED:
+        if name not in names:
             raise InputError(
-                f"`{parameter}` has a limit of {name!r}; there are limits of {', '.join(_LIMITED)}."
-                f"{did_you_mean(str(name), _LIMITED)}",
+                f"`{parameter}` has a limit of {name!r}; there are limits of {', '.join(names)}."
+                f"{did_you_mean(str(name), names)}",
                 parameter=parameter,
             )
     return {key: check_number(parameter, limit, 0, strict=True) for key, limit in threshold.items()}
@@ -738,13 +738,22 @@ class WeightedBaseline(UncertaintyCalculator):
         annotate: bool = True,
     ) -> None:
         super().__init__()
-        for name, given in (("learned", learned), ("baseline", baseline)):
-            if not (hasattr(given, "get_property") and hasattr(given, "implemented_properties")):
-                advice = " Use qualms.ase.Calculator(model)." if hasattr(given, "predict") else ""
+        for name, potential in (("learned", learned), ("baseline", baseline)):
+            if not {"get_property", "implemented_properties"} <= {*dir(potential)}:
+                is_model = hasattr(potential, "predict")
+                advice = " Use qualms.ase.Calculator(model)." if is_model else ""
                 raise InputError(
-                    f"`{name}` is {given!r}; it must be an ASE calculator.{advice}", parameter=name
+                    f"`{name}` is {potential!r}; it must be an ASE calculator.{advice}",
+                    parameter=name,
                 )
-        self._has_gradient = _has_gradient(learned)
+        properties = {*learned.implemented_properties}
+        self._has_gradient = {"energy_uncertainty", "energy_uncertainty_gradient"} <= properties
+        if not self._has_gradient and not {"energy_ensemble", "forces_ensemble"} <= properties:
+            raise InputError(
+                f"`learned` is a calculator of {', '.join(sorted(properties))}; it must have "
+                "energy_ensemble and forces_ensemble, as qualms.ase.Calculator has.",
+                parameter="learned",
+            )
         self.learned, self.baseline = learned, baseline
         self.baseline_uncertainty = check_number(
             "baseline_uncertainty", baseline_uncertainty, 0, strict=True
@@ -754,10 +763,10 @@ class WeightedBaseline(UncertaintyCalculator):
         self.learns = learns
         self.annotate = annotate
         # Of this object, rather than of the class: not all calculators have a stress.
-        own = ["energy", "free_energy", "forces", "energy_uncertainty", "weight"]
-        wanted = {"stress", "energy_uncertainty_stress"} <= set(learned.implemented_properties)
-        has_stress = wanted and "stress" in baseline.implemented_properties
-        self.implemented_properties = [*own, "stress"] if has_stress else own
+        names = ["energy", "free_energy", "forces", "energy_uncertainty", "weight"]
+        has_stress = {"stress", "energy_uncertainty_stress"} <= properties
+        has_stress = has_stress and "stress" in baseline.implemented_properties
+        self.implemented_properties = names + ["stress"] * has_stress
 
     def _returned(self, atoms: Atoms) -> None:
         if self.annotate:
@@ -765,17 +774,16 @@ class WeightedBaseline(UncertaintyCalculator):
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
         atoms = atoms.copy()
-        wants_stress = "stress" in properties
-        wants_forces = wants_stress or "forces" in properties
-        if wants_stress:  # first, so that energies and forces come with it where they do
-            slope = self.learned.get_property("energy_uncertainty_stress", atoms)
-        if wants_forces:
-            gradient = self._gradient(atoms)
+        slopes = {}  # derivatives first, so that energies come with them where they do
+        if "stress" in properties:
+            slopes["stress"] = -self.learned.get_property("energy_uncertainty_stress", atoms)
+        if {"forces", "stress"} & {*properties}:
+            slopes["forces"] = self._gradient(atoms)
         std = self._std(atoms)
         w = 1.0 / (1.0 + (std / self.baseline_uncertainty) ** 2)
         difference = self._difference("energy", atoms)
         wide = float(np.hypot(std, self.baseline_uncertainty))
-        if self.learns == "total" and abs(difference) > _OTHER_ZERO * wide:
+        if self.learns == "total" and abs(difference) > 30 * wide:
             warnings.warn(
                 f"The learned energy is {difference:+.3g} eV from the baseline, {wide:.2g} eV are "
                 "expected: is it a difference (learns='difference'), or is its zero another one?",
@@ -787,12 +795,9 @@ class WeightedBaseline(UncertaintyCalculator):
         results["energy_uncertainty"] = float(np.sqrt(w)) * std
         # −dw/dσ times the difference that the weight multiplies.
         pull = 2.0 * w**2 * std / self.baseline_uncertainty**2 * difference
-        if wants_forces:
-            own = self.baseline.get_property("forces", atoms)
-            results["forces"] = own + w * self._difference("forces", atoms) + pull * gradient
-        if wants_stress:
-            own = self.baseline.get_property("stress", atoms)
-            results["stress"] = own + w * self._difference("stress", atoms) - pull * slope
+        for name, slope in slopes.items():
+            correction = w * self._difference(name, atoms) + pull * slope
+            results[name] = self.baseline.get_property(name, atoms) + correction
         return results
 
     def _difference(self, name: str, atoms: Atoms) -> Any:
@@ -810,8 +815,7 @@ class WeightedBaseline(UncertaintyCalculator):
     def _gradient(self, atoms: Atoms) -> Float64Array:
         """Return ∇σ, (n, 3) in eV/Å."""
         if self._has_gradient:
-            own: Float64Array = self.learned.get_property("energy_uncertainty_gradient", atoms)
-            return own
+            return np.asarray(self.learned.get_property("energy_uncertainty_gradient", atoms))
         forces = np.asarray(self.learned.get_property("forces_ensemble", atoms), dtype=np.float64)
         members = np.asarray(self.learned.get_property("energy_ensemble", atoms), dtype=np.float64)
         if forces.shape != (len(atoms), 3, len(members)):
@@ -820,18 +824,4 @@ class WeightedBaseline(UncertaintyCalculator):
                 f"members it must be {(len(atoms), 3, len(members))}.",
                 parameter="learned",
             )
-        return -calibrated_point(members, members, None).std_gradient(forces)
-
-
-def _has_gradient(learned: AseCalculator) -> bool:
-    """Whether a calculator has the gradient of its uncertainty; otherwise it needs members."""
-    has = set(learned.implemented_properties)
-    if {"energy_uncertainty", "energy_uncertainty_gradient"} <= has:
-        return True
-    if {"energy_ensemble", "forces_ensemble"} <= has:
-        return False
-    raise InputError(
-        f"`learned` is a calculator of {', '.join(sorted(has))}; it must have energy_ensemble and "
-        "forces_ensemble, as qualms.ase.Calculator has.",
-        parameter="learned",
-    )
+        return -std_gradient(members, forces)

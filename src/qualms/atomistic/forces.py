@@ -224,8 +224,10 @@ def fill_rows(
     """
     strain = labels.n_with_virial > 0
     sizes = np.array([len(atoms) for atoms in frames])
-    known = np.concatenate(labels.known)
-    rows = np.where(known, np.cumsum(known) - 1, -1)  # of all components; -1 without a label
+    has_label = np.concatenate(labels.known)
+    rows = np.where(
+        has_label, np.cumsum(has_label) - 1, -1
+    )  # of all components; -1 without a label
     of_virial = np.repeat(np.cumsum(3 * sizes + 6), 6).reshape(-1, 6) + np.arange(-6, 0)
     of_forces = np.delete(rows, of_virial.ravel()).reshape(-1, 3)
     of_virials, moving = rows[of_virial], np.any(of_forces >= 0, axis=1)
@@ -233,11 +235,11 @@ def fill_rows(
     done = 0
     for term in terms:
         for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain], moving):
-            found = derivative_rows(term, tape, strain=strain)
-            energies[tape.structures] += found.energies / sizes[tape.structures, None]
-            _add_rows(others, of_forces[tape.atoms], found.forces)
-            if found.virials is not None:
-                virials = found.virials / sizes[tape.structures, None, None]
+            kernel = derivative_rows(term, tape, strain=strain)
+            energies[tape.structures] += kernel.energies / sizes[tape.structures, None]
+            _add_rows(others, of_forces[tape.atoms], kernel.forces)
+            if kernel.virials is not None:
+                virials = kernel.virials / sizes[tape.structures, None, None]
                 _add_rows(others, of_virials[tape.structures], virials)
             done += len(tape.x)
             on_environments(done // len(terms))
@@ -245,8 +247,8 @@ def fill_rows(
 
 def _add_rows(others: Float64Array, places: IntArray, values: Float64Array) -> None:
     """Add values (n, c, M) to rows of `others` at some places (n, c), each once or -1."""
-    known = places >= 0
-    others[places[known]] += values[known]
+    has_row = places >= 0
+    others[places[has_row]] += values[has_row]
 
 
 def derivative_rows(term: KernelTerm, tape: Tape, *, strain: bool = False) -> Derivatives:

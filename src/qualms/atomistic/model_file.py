@@ -24,8 +24,8 @@ from qualms.calibration.methods import build_calibration
 from qualms.calibration.points import CalibrationData
 from qualms.calibration.vectors import QuantityCalibration
 from qualms.errors import InputError, QualmsError
-from qualms.features.learned import Backbone, LearnedDocument
-from qualms.features.soap import SoapDocument
+from qualms.features import AnyDocument
+from qualms.features.learned import Backbone
 from qualms.io.tensors import (
     LARGEST,
     Document,
@@ -72,7 +72,7 @@ class ModelDocument(Document):
     settings: Settings
     species: tuple[int, ...] = Field(min_length=1)
     baseline: str
-    features: SoapDocument | LearnedDocument
+    features: AnyDocument
     kernel_scale: _Factor
     pp_intercept: _Number
     pp_noise: _Positive | None
@@ -176,7 +176,7 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
                 "`representation`.",
                 parameter="representation",
             )
-        update = {"representation": backbone.given(representation)}
+        update = {"representation": backbone.with_weights(representation)}
         settings = document.settings.model_copy(update=update)
         document = document.model_copy(update={"settings": settings})
     try:

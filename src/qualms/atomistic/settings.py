@@ -32,9 +32,10 @@ from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.calibration.methods import MEMBER_METHODS, MODEL_METHODS
 from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.evaluation import ENERGIES
+from qualms.features import AnyRepresentation
 from qualms.features.base import RepresentationSettings
 from qualms.features.learned import Backbone, make_backbone
-from qualms.features.soap import Soap, choose_preset, make_soap
+from qualms.features.soap import choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
@@ -202,7 +203,7 @@ class Settings(BaseModel):
         '{"extensive", "intensive", "atomic"}',
         "Sum over atoms, such as an energy; average over atoms; or a value for each atom.",
     )
-    representation: Soap | Backbone | dict[str, Any] = _model(
+    representation: AnyRepresentation | dict[str, Any] = _model(
         "auto",
         "str, dict, Soap, Backbone or Network",
         'Preset ("organic", "nmr", "inorganic", "general"), chosen by elements, periodicity and '

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
-import scipy.linalg
 from ase import Atoms
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import QualmsError
+from qualms.errors import InputError, QualmsError, did_you_mean
 from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
 
@@ -39,19 +38,6 @@ PACKAGES = {"sevennet": "sevenn", "mace": "mace-torch", "metatomic": "metatomic-
 def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
     """Return where each of consecutive parts begins, and the last one ends: (n + 1,)."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-
-
-def in_box(atoms: Atoms, margin: float) -> Atoms:
-    """Return a structure that is periodic in all directions, with its atoms in the cell.
-
-    Along directions that were not periodic images are apart by a margin (Å).
-    """
-    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
-    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
-    normals = scipy.linalg.null_space(vectors).T if len(vectors) else np.eye(3)
-    widths = np.ptp(positions @ normals.T, axis=0) + margin
-    cell = np.concatenate([vectors, widths[:, None] * normals])
-    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 # --- hyper-parameters ---
@@ -121,6 +107,33 @@ class RepresentationSettings(BaseModel, ABC):
         tensors: Mapping[str, FloatArray],
     ) -> Representation:
         """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+
+
+Settings = TypeVar("Settings", bound=RepresentationSettings)
+
+
+def validated(
+    kind: type[Settings], document: Mapping[str, Any], names: Collection[str] = ()
+) -> Settings:
+    """Return the hyper-parameters of a dict; an `InputError` names the first that is wrong.
+
+    It names those with some `names` without their place in the document.
+    """
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # Fields that may be of several kinds are followed by the name of a class.
+        parts = [str(part) for part in first["loc"] if not str(part)[:1].isupper()]
+        name = parts[-1] if parts and parts[-1] in names else ".".join(parts)
+        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+        if first["type"] == "extra_forbidden":
+            fields = [*kind.model_fields]
+            reason = f"there is no such hyper-parameter{did_you_mean(name, fields)}"
+        message = f"The representation has `{name}={first['input']!r}`; {reason}."
+        if not name:
+            message = f"The hyper-parameters of the representation do not fit together: {reason}."
+        raise InputError(message, parameter=name or "representation") from None
 
 
 # --- derivatives of features: all that forces need to know of them ---
@@ -255,7 +268,7 @@ SERIAL = 30_000
 class PotentialValues(NamedTuple):
     """Energies and perhaps forces and stresses of n structures by a potential.
 
-    They are in eV, eV/Å and eV/Å³ if nothing else is said. Missing values are NaN.
+    Networks have them in eV, eV/Å and eV/Å³. Missing values are NaN.
     """
 
     energies: Float64Array  #: (n,)
@@ -306,7 +319,7 @@ class Representation(ABC):
         """Raise an `InputError` if what features need is missing, or not that of the training."""
 
     def exact(self) -> Representation:
-        """Return the same representation with features in float64, for predictions."""
+        """Return a copy with features in float64, for predictions."""
         return self
 
     @abstractmethod

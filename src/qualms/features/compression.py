@@ -29,10 +29,6 @@ from ase.data import covalent_radii
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.gp.kernels import normalize_rows
 
-#: Environments from which a compression is found: a quarter of them, but so many.
-_SAMPLE = (5_000, 20_000)
-
-
 # --- principal components ---
 
 
@@ -49,8 +45,8 @@ class Projection:
 
 
 def sample_size(n_environments: int) -> int:
-    """Return how many environments a compression is found from."""
-    return min(int(np.clip(n_environments // 4, *_SAMPLE)), n_environments)
+    """Return how many environments a compression is found from: a quarter, within limits."""
+    return min(int(np.clip(n_environments // 4, 5_000, 20_000)), n_environments)
 
 
 def fit_projection(
@@ -94,16 +90,16 @@ def components_of_pairs(X: FloatArray, q: int, blocks: Sequence[IntArray]) -> Fl
 
     The largest first, each of them zero in all blocks but its own.
     """
-    sizes, found = [], []
+    sizes, vectors = [], []
     for block in blocks:
         Y = X[:, block]
         values, V = scipy.linalg.eigh((Y.T @ Y).astype(np.float64), check_finite=False)
         sizes.append(values)
-        found += [(block, v) for v in V.T]
+        vectors += [(block, v) for v in V.T]
     largest = np.argsort(-np.concatenate(sizes), kind="stable")[:q]
     components = np.zeros((X.shape[1], len(largest)))
     for column, i in enumerate(largest):
-        block, v = found[i]
+        block, v = vectors[i]
         components[block, column] = v
     return components
 
@@ -127,8 +123,6 @@ _ELECTRONEGATIVITY = (
     0.70, 0.90, 1.10, 1.30, 1.50, 1.38, 1.36, 1.28, 1.30, 1.30,
 )
 # fmt: on
-#: s_r in Å, s_χ, and the share η by which elements differ however similar they are.
-_RADIUS, _DIFFERENCE, _OWN = 0.2, 0.3, 0.1
 
 
 def mixing_weights(species: Sequence[int], n_pseudo: int) -> Float64Array:
@@ -138,12 +132,13 @@ def mixing_weights(species: Sequence[int], n_pseudo: int) -> Float64Array:
     The first is the one least similar to all, each of the others the one that those before it
     describe worst. The symmetric root is unique, so that weights are the same on every machine.
     """
+    s_r, s_chi, eta = 0.2, 0.3, 0.1  # in Å; and how much elements differ, however similar they are
     heaviest = len(_ELECTRONEGATIVITY)  # all heavier ones are like it
-    known = np.minimum(np.asarray(species, dtype=int), heaviest)
-    radii, electronegativity = covalent_radii[known], np.array(_ELECTRONEGATIVITY)[known - 1]
-    scaled = np.stack([radii / _RADIUS, electronegativity / _DIFFERENCE], axis=1)
+    numbers = np.minimum(np.asarray(species, dtype=int), heaviest)
+    radii, electronegativity = covalent_radii[numbers], np.array(_ELECTRONEGATIVITY)[numbers - 1]
+    scaled = np.stack([radii / s_r, electronegativity / s_chi], axis=1)
     distance = np.sum((scaled[:, None] - scaled) ** 2, axis=2)
-    kappa = (1 - _OWN) * np.exp(-distance / 2) + _OWN * np.eye(len(scaled))
+    kappa = (1 - eta) * np.exp(-distance / 2) + eta * np.eye(len(scaled))
     chosen = [int(np.argmin(kappa.sum(axis=0)))]
     left = kappa
     while len(chosen) < min(n_pseudo, len(kappa)):

@@ -35,7 +35,7 @@ import numpy as np
 from ase import Atoms
 from ase.data import chemical_symbols
 from numpy.typing import ArrayLike
-from pydantic import Field, PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, QualmsWarning, did_you_mean
@@ -53,22 +53,12 @@ from qualms.features.base import (
     Tape,
     offsets_of,
     structure_blocks,
+    validated,
 )
 from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
 
 #: Atoms whose derivatives are in memory at once, several small structures or one of any size.
 _ATOMS = 128
-#: Displacement in Å, and strain, of the central differences that give changes of features, unless
-#: the network has its own: for float64, with errors below 1e-5.
-_STEP = 1e-4
-#: Environments of displaced structures whose features are in memory at once.
-_ENVIRONMENTS = 16_384
-#: Environments of displaced structures in a training, some milliseconds each, for each effort.
-_EVALUATED = {"fast": 1e5, "default": 5e5, "best": 4e6}
-#: Environments on which features are checked.
-_CHECKED = 200
-#: Relative difference of two evaluations from which a network is not deterministic.
-_SAME = 1e-8
 
 #: Takes R cotangents (R, n_atoms, d) of features to derivatives by positions (R, n_atoms, 3) and by
 #: strain (R, n_structures, 3, 3).
@@ -135,7 +125,7 @@ class Backbone(RepresentationSettings):
     _trusted: bool = PrivateAttr(default=False)
 
     def trusting(self, network: object = None) -> Backbone:
-        """Return the same, with what a user gives: the object, or weights that may be opened."""
+        """Return hyper-parameters with the object, or weights that may be opened, of a user."""
         copy = self.model_copy()
         copy._network, copy._trusted = network or self._network, True
         return copy
@@ -164,8 +154,8 @@ class Backbone(RepresentationSettings):
             )
         return self._network
 
-    def given(self, weights: object) -> Backbone:
-        """Return the same with the file of the weights, or the object, that a user gives."""
+    def with_weights(self, weights: object) -> Backbone:
+        """Return hyper-parameters with the file of the weights, or the object, of a user."""
         is_path = isinstance(weights, str | Path)
         if is_path == (self.backbone == "object"):
             needed = f"the object {self.model}" if is_path else f"a file for {self.backbone}"
@@ -186,7 +176,7 @@ class Backbone(RepresentationSettings):
         return self.backbone != "object" or hasattr(self._network, "vjp")
 
     def with_forces(self) -> Backbone:
-        """Return the same, or reject a network that has no vector-Jacobian product."""
+        """Return these hyper-parameters, or reject a network without a vector-Jacobian product."""
         if not self.has_forces:
             raise InputError(
                 f"Forces are derivatives of features, which {self.model} does not have. Give it a "
@@ -201,16 +191,16 @@ class Backbone(RepresentationSettings):
         A model that was trained before is trained with the same weights.
         """
         network = self.opened()
-        known = getattr(network, "species", None)
-        if known is not None and (unknown := sorted(set(species) - set(known))):
+        elements = getattr(network, "species", None)
+        if elements is not None and (unknown := sorted(set(species) - set(elements))):
             symbols = ", ".join(chemical_symbols[z] for z in unknown)
             raise InputError(
                 f"The structures contain {symbols}, which the network {self.backbone} does not "
                 "know. Leave these structures out, or use another `representation`.",
                 parameter="frames",
             )
-        found = {"version": getattr(network, "version", None), "sha256": _digest(network)}
-        return self.model_copy(update=found)
+        identity = {"version": getattr(network, "version", None), "sha256": _digest(network)}
+        return self.model_copy(update=identity)
 
     @property
     def overhead(self) -> float:
@@ -219,7 +209,9 @@ class Backbone(RepresentationSettings):
 
     def n_moving(self, sizes: IntArray, effort: str) -> int | None:
         """Return the largest number for which displaced structures do not have too many atoms."""
-        largest, most = _EVALUATED[effort], int(sizes.max(initial=1))
+        # Environments of displaced structures take some milliseconds each.
+        largest = {"fast": 1e5, "default": 5e5, "best": 4e6}[effort]
+        most = int(sizes.max(initial=1))
         if 6 * np.sum(sizes * sizes) <= largest:
             return None
         counts = (k for k in range(most, 1, -1) if 6 * np.sum(sizes * sizes.clip(max=k)) <= largest)
@@ -261,8 +253,8 @@ def _unit(y: Float64Array) -> Float64Array:
 
 
 def _digest(network: object) -> str | None:
-    found = getattr(network, "digest", None)
-    return None if found is None else str(found)
+    digest = getattr(network, "digest", None)
+    return None if digest is None else str(digest)
 
 
 def _check_installed(backbone: str) -> None:
@@ -277,35 +269,20 @@ def _check_installed(backbone: str) -> None:
         ) from None
 
 
-def make_backbone(given: object) -> Backbone | None:
+def make_backbone(network: object) -> Backbone | None:
     """Return hyper-parameters for a name ("sevennet", "mace:path"), a dict, or an object.
 
     None if it is none of these, but may belong to SOAP.
     """
-    if isinstance(given, str):
-        name, _, model = given.partition(":")
-        given = {"backbone": name, "model": model or None} if name in PACKAGES else given
-    if isinstance(given, dict) and "backbone" in given:
-        try:
-            return Backbone.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = str(first["loc"][0]) if first["loc"] else "representation"
-            fields = [*Backbone.model_fields]
-            if first["type"] == "extra_forbidden":
-                problem = f"A network has no hyper-parameter {name!r}, only {', '.join(fields)}."
-                raise InputError(problem + did_you_mean(name, fields), parameter=name) from None
-            must = first["msg"].removeprefix("Input should be ")
-            similar = did_you_mean(first["input"], PACKAGES) if name == "backbone" else ""
-            raise InputError(
-                f"The hyper-parameter {name!r} of a network is {first['input']!r}, and should be "
-                f"{must}.{similar}",
-                parameter=name,
-            ) from None
-    if isinstance(given, type) or not isinstance(given, Network):
+    if isinstance(network, str):
+        name, _, model = network.partition(":")
+        network = {"backbone": name, "model": model or None} if name in PACKAGES else network
+    if isinstance(network, dict) and "backbone" in network:
+        return validated(Backbone, network)
+    if isinstance(network, type) or not isinstance(network, Network):
         return None
-    model = f"{type(given).__module__}.{type(given).__qualname__}"
-    return Backbone(backbone="object", model=model).trusting(given)
+    model = f"{type(network).__module__}.{type(network).__qualname__}"
+    return Backbone(backbone="object", model=model).trusting(network)
 
 
 # --- the representation ---
@@ -337,11 +314,11 @@ class LearnedRepresentation(Representation):
 
     def prepare(self) -> None:
         """Open the network, and compare it with that of the training."""
-        found, trained = getattr(self.network, "version", None), self.settings.version
-        if found != trained:
+        installed, trained = getattr(self.network, "version", None), self.settings.version
+        if installed != trained:
             warnings.warn(
                 f"The model was trained with version {trained} of {self.settings.backbone}, and "
-                f"{found} is installed: features of the same weights may differ.",
+                f"{installed} is installed: features of the same weights may differ.",
                 QualmsWarning,
                 stacklevel=2,
             )
@@ -381,7 +358,7 @@ class LearnedRepresentation(Representation):
         return self.checked(self.network.features(frames), frames)
 
     def checked(self, features: ArrayLike, frames: Sequence[Atoms]) -> Float64Array:
-        """Return what a network returned for structures, if it is finite and of the right shape."""
+        """Return features by a network as an array; reject others than finite ones of its shape."""
         y = np.asarray(features, dtype=np.float64)
         shape = sum(map(len, frames)), self.n_raw
         if y.shape != shape:
@@ -449,19 +426,18 @@ def _check_features(
     representation: LearnedRepresentation, frames: Sequence[Atoms], centers: Sequence[IntArray]
 ) -> None:
     """Reject features that are constant; warn if they differ between two evaluations."""
-    last = int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), _CHECKED)) + 1
-    few = frames[:last]
+    few = frames[: int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), 200)) + 1]
     # The kernel sees directions of features alone: their lengths may differ and yet be useless.
-    one, two = (_unit(representation.raw_features(few)) for _ in range(2))
-    numbers = np.concatenate([atoms.numbers for atoms in few])
-    spread = max(float(np.ptp(one[numbers == z], axis=0).max()) for z in np.unique(numbers))
-    if len(few) > 1 and spread <= _SAME * np.abs(one).max():
+    x, again = (_unit(representation.raw_features(few)) for _ in range(2))
+    numbers, rounding = np.concatenate([atoms.numbers for atoms in few]), 1e-8 * np.abs(x).max()
+    spread = max(float(np.ptp(x[numbers == z], axis=0).max()) for z in np.unique(numbers))
+    if len(few) > 1 and spread <= rounding:
         raise InputError(
             "All atoms of an element have the same features, so that nothing can be learned. Use "
             "another `representation`, or another layer of the network.",
             parameter="representation",
         )
-    if (change := float(np.abs(one - two).max())) > _SAME * np.abs(one).max():
+    if (change := float(np.abs(x - again).max())) > rounding:
         warnings.warn(
             f"The network is not deterministic: features differ by up to {change:.1e} between two "
             "evaluations of the same structures, and so will predictions.",
@@ -563,7 +539,8 @@ class NetworkTape(Tape):
 
     @property
     def _step(self) -> float:
-        return float(getattr(self.representation.network, "step", _STEP))
+        """Displacement in Å, and strain: for float64, errors of features are below 1e-5."""
+        return float(getattr(self.representation.network, "step", 1e-4))
 
     def push_forward(self) -> Iterator[Changes]:
         """Yield ∂y/∂r of all atoms of a structure with those that move, by central differences."""
@@ -571,10 +548,10 @@ class NetworkTape(Tape):
         edges = offsets_of([len(atoms) for atoms in self.frames])
         for atoms, first in zip(self.frames, edges[:-1], strict=True):
             n, cell = len(atoms), atoms.cell.array
-            wanted = np.flatnonzero(self.moving[first : first + n])
-            step = max(_ENVIRONMENTS // (6 * n), 1)
-            for start in range(0, len(wanted), step):
-                moving = wanted[start : start + step]
+            movable = np.flatnonzero(self.moving[first : first + n])
+            step = max(16_384 // (6 * n), 1)  # environments in memory at once
+            for start in range(0, len(movable), step):
+                moving = movable[start : start + step]
                 pairs = []
                 for j, axis in product(moving, range(3)):
                     shift = np.zeros((n, 3))
@@ -590,25 +567,25 @@ class NetworkTape(Tape):
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, d) in the order of `VOIGT`."""
-        found = []
+        changes = []
         for atoms in self.frames:
             pairs = []
             for a, b in zip(*VOIGT, strict=True):
                 strain = np.zeros((3, 3))
                 strain[a, b] += self._step / 2
                 strain[b, a] += self._step / 2
-                one, two = np.eye(3) + strain, np.eye(3) - strain
+                plus, minus = np.eye(3) + strain, np.eye(3) - strain
                 r, cell = atoms.positions, atoms.cell.array
-                pairs.append((r @ one, cell @ one, r @ two, cell @ two))
-            found.append(self._differences(atoms, pairs).transpose(1, 0, 2))
-        return self.representation.placed(np.concatenate(found), self.numbers)
+                pairs.append((r @ plus, cell @ plus, r @ minus, cell @ minus))
+            changes.append(self._differences(atoms, pairs).transpose(1, 0, 2))
+        return self.representation.placed(np.concatenate(changes), self.numbers)
 
     def _differences(self, atoms: Atoms, pairs: Sequence[tuple[Float64Array, ...]]) -> Float64Array:
         """Return central differences of y for pairs of positions and cells: (p, n, n_raw)."""
         frames = []
-        for one, cell, two, other in pairs:
-            frames.append(Atoms(atoms.numbers, one, cell=cell, pbc=atoms.pbc))
-            frames.append(Atoms(atoms.numbers, two, cell=other, pbc=atoms.pbc))
+        for plus, cell, minus, other in pairs:
+            frames.append(Atoms(atoms.numbers, plus, cell=cell, pbc=atoms.pbc))
+            frames.append(Atoms(atoms.numbers, minus, cell=other, pbc=atoms.pbc))
         y = self.representation.raw_features(frames).reshape(len(pairs), 2, len(atoms), -1)
         return np.asarray((y[:, 0] - y[:, 1]) / (2 * self._step))
 
@@ -618,9 +595,6 @@ class NetworkTape(Tape):
 # Opening the weights of most packages runs code in them. They are opened if they come with an
 # installed package and have a digest that is listed here, or if a user gives the file. A model file
 # names weights, but never a place where they are searched.
-
-#: Names of folders that packages are installed into.
-_SITES = ("site-packages", "dist-packages")
 
 
 class Weights(NamedTuple):
@@ -660,14 +634,15 @@ def installed_folder(package: str) -> Path | None:
     if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     folder = Path(spec.origin).absolute().parents[1]
-    return folder if folder.name in _SITES and folder != Path.cwd() else None
+    is_site = folder.name in ("site-packages", "dist-packages")
+    return folder if is_site and folder != Path.cwd() else None
 
 
 def shipped_weights(backbone: str, name: str | None = None) -> Weights:
     """Return weights that come with the package of a network; the default ones if None."""
     shipped = SHIPPED[backbone]
     name = name or next(iter(shipped))
-    file, known = shipped[name]
+    file, sha256 = shipped[name]
     package = file.partition("/")[0]
     folder = installed_folder(package)
     path = None if folder is None else folder / file
@@ -679,10 +654,10 @@ def shipped_weights(backbone: str, name: str | None = None) -> Weights:
             parameter="model",
         )
     weights = Weights(path, _sha256(path))
-    if weights.sha256 != known:
+    if weights.sha256 != sha256:
         raise InputError(
             f"{path} is not the file that comes with {package}: its SHA-256 is "
-            f"{weights.sha256[:16]}…, and that of {name!r} is {known[:16]}…. It was not opened, "
+            f"{weights.sha256[:16]}…, and that of {name!r} is {sha256[:16]}…. It was not opened, "
             "because that may run code. Install the package again.",
             parameter="model",
         )

@@ -34,14 +34,14 @@ _ATOMS = 128
 class Output(NamedTuple):
     """Features and energies of a batch, with the tensors that they depend on.
 
-    Features (n_atoms, d), energies (n_structures,) in eV, positions whose concatenation is
-    (n_atoms, 3), and strains, (n_structures, 3, 3) when they are stacked.
+    Features (n_atoms, d), energies (n_structures,) in eV, positions (n_atoms, 3), and strains
+    (n_structures, 3, 3).
     """
 
     features: Any
     energies: Any
-    positions: Sequence[Any]
-    strains: Sequence[Any]
+    positions: Any
+    strain: Any
 
 
 class TorchNetwork(ABC):
@@ -60,24 +60,24 @@ class TorchNetwork(ABC):
 
     def features(self, frames: Sequence[Atoms]) -> Float64Array:
         """Return the features of all atoms: (n_atoms, n_features)."""
-        found = [np.empty((0, self.n_features))]
+        features = [np.empty((0, self.n_features))]
         for batch in _batches(frames):
             with torch.no_grad(), _quiet():
-                found.append(self.evaluate(batch).features.double().numpy())
-        return np.concatenate(found)
+                features.append(self.evaluate(batch).features.double().numpy())
+        return np.concatenate(features)
 
     def vjp(self, frames: Sequence[Atoms]) -> tuple[Float64Array, Any]:
         """Return features, and what takes cotangents of them back to positions and strain."""
         with _quiet():
-            found = self.evaluate(frames)
+            output = self.evaluate(frames)
 
         def pull_back(cotangents: Float64Array) -> tuple[Float64Array, Float64Array]:
-            b = torch.as_tensor(cotangents, dtype=found.features.dtype)
-            parts = [self._gradients(found, found.features, one) for one in b]
+            b = torch.as_tensor(cotangents, dtype=output.features.dtype)
+            parts = [self._gradients(output, output.features, cotangent) for cotangent in b]
             positions, strains = zip(*parts, strict=True)
             return np.stack(positions), np.stack(strains)
 
-        return found.features.detach().double().numpy(), pull_back
+        return output.features.detach().double().numpy(), pull_back
 
     def potential(
         self, frames: Sequence[Atoms], *, forces: bool = False, stress: bool = False
@@ -86,17 +86,17 @@ class TorchNetwork(ABC):
         energies, of_atoms, stresses = [], [], []
         for batch in _batches(frames):
             with _quiet(), contextlib.nullcontext() if forces or stress else torch.no_grad():
-                found = self.evaluate(batch)
-            if found.energies is None:
+                output = self.evaluate(batch)
+            if output.energies is None:
                 raise InputError(
                     "The network of the representation has no energies, which `baseline='backbone'`"
                     " needs. Choose another baseline, or a network with energies.",
                     parameter="representation",
                 )
-            energies.append(found.energies.detach().double().numpy())
+            energies.append(output.energies.detach().double().numpy())
             if forces or stress:
-                ones = torch.ones_like(found.energies)
-                slopes, virials = self._gradients(found, found.energies, ones)
+                ones = torch.ones_like(output.energies)
+                slopes, virials = self._gradients(output, output.energies, ones)
                 edges = offsets_of([len(atoms) for atoms in batch])
                 of_atoms += np.split(-slopes, edges[1:-1])
                 volumes = np.array([max(atoms.cell.volume, 1e-30) for atoms in batch])
@@ -108,20 +108,18 @@ class TorchNetwork(ABC):
         )
 
     def _gradients(
-        self, found: Output, outputs: Any, cotangents: Any
+        self, output: Output, outputs: Any, cotangents: Any
     ) -> tuple[Float64Array, Float64Array]:
         """Return derivatives by positions (n_atoms, 3) and strain (n_structures, 3, 3)."""
-        inputs = [*found.positions, *found.strains]
+        inputs = [output.positions, output.strain]
         if not outputs.requires_grad:  # no atom has a neighbour
-            slopes = [torch.zeros_like(one) for one in inputs]
+            slopes = [torch.zeros_like(tensor) for tensor in inputs]
         else:
             slopes = torch.autograd.grad(
                 outputs, inputs, cotangents, retain_graph=True, materialize_grads=True
             )
-        k = len(found.positions)
-        positions = torch.cat([one.reshape(-1, 3) for one in slopes[:k]])
-        strains = torch.cat([one.reshape(-1, 3, 3) for one in slopes[k:]])
-        return positions.double().numpy(), strains.double().numpy()
+        positions, strain = (tensor.double().numpy() for tensor in slopes)
+        return positions, strain
 
 
 def _batches(frames: Sequence[Atoms]) -> Iterator[list[Atoms]]:
@@ -188,9 +186,7 @@ def _joined(layers: Sequence[Any]) -> Any:
     """Return the features (n, d) of one layer, or those of several, each of unit length."""
     if len(layers) == 1:
         return layers[0]
-    return torch.cat(
-        [one / (torch.linalg.norm(one, dim=1, keepdim=True) + 1e-12) for one in layers], 1
-    )
+    return torch.cat([x / (torch.linalg.norm(x, dim=1, keepdim=True) + 1e-12) for x in layers], 1)
 
 
 def _frozen(model: Any) -> Any:
@@ -303,7 +299,7 @@ class SevenNet(TorchNetwork):
             if name in self._scalars:
                 features.append(data[keys.NODE_FEATURE][:, : self._scalars[name]])
         energies = data[keys.PRED_TOTAL_ENERGY]
-        return Output(_joined(features), energies, [graph.positions], [graph.strain])
+        return Output(_joined(features), energies, graph.positions, graph.strain)
 
 
 def _n_scalars(irreps: Any) -> int:
@@ -323,34 +319,36 @@ class _Convolution:
         from e3nn.o3 import Irreps
 
         self._module, product = module, module.convolution
-        given, harmonics, out = (
-            Irreps(one) for one in (product.irreps_in1, product.irreps_in2, product.irreps_out)
+        irreps, harmonics, out = map(
+            Irreps, (product.irreps_in1, product.irreps_in2, product.irreps_out)
         )
-        inputs, outputs, n = given.slices(), out.slices(), harmonics.dim
+        inputs, outputs, n = irreps.slices(), out.slices(), harmonics.dim
         self._paths: dict[int, list[tuple[int, slice]]] = {}
         matrices: dict[int, list[Any]] = {}
         first = 0
         for path in product.instructions:
-            multiplicity, dim = given[path.i_in1].mul, given[path.i_in1].ir.dim
-            own = slice(first, first + multiplicity)
+            multiplicity, dim = irreps[path.i_in1].mul, irreps[path.i_in1].ir.dim
+            columns = slice(first, first + multiplicity)
             weights = torch.zeros(dim * n, product.weight_numel, dtype=torch.float64)
-            weights[:, own] = 1.0
+            weights[:, columns] = 1.0
             # Its coefficients, from unit vectors: those of the first of all features.
-            x = torch.zeros(dim * n, given.dim, dtype=torch.float64)
+            x = torch.zeros(dim * n, irreps.dim, dtype=torch.float64)
             where = torch.arange(dim).repeat_interleave(n)
             x[torch.arange(dim * n), inputs[path.i_in1].start + where] = 1.0
             f = torch.eye(n, dtype=torch.float64).repeat(dim, 1)
             start = outputs[path.i_out].start
-            found = product(x, f, weights)[:, start : start + out[path.i_out].ir.dim]
-            matrices.setdefault(path.i_in1, []).append(found.reshape(dim, n, -1))
-            self._paths.setdefault(path.i_in1, []).append((path.i_out, own))
-            first = own.stop
+            coefficients = product(x, f, weights)[:, start : start + out[path.i_out].ir.dim]
+            matrices.setdefault(path.i_in1, []).append(coefficients.reshape(dim, n, -1))
+            self._paths.setdefault(path.i_in1, []).append((path.i_out, columns))
+            first = columns.stop
         self._matrices = {
             block: torch.cat(parts, dim=2).permute(1, 0, 2).reshape(n, -1)
             for block, parts in matrices.items()
         }
-        self._sizes = {block: [one.shape[2] for one in parts] for block, parts in matrices.items()}
-        self._inputs = {b: (inputs[b], given[b].mul, given[b].ir.dim) for b in matrices}
+        self._sizes = {
+            block: [part.shape[2] for part in parts] for block, parts in matrices.items()
+        }
+        self._inputs = {b: (inputs[b], irreps[b].mul, irreps[b].ir.dim) for b in matrices}
         self._n_out = len(out)
 
     def __call__(self, data: Any) -> Any:
@@ -359,18 +357,18 @@ class _Convolution:
         weights = module.weight_nn(data[module.key_weight_input])
         centre, neighbour = data[module.key_edge_idx]
         n, n_edges = len(x), len(centre)
-        found: list[Any] = [None] * self._n_out
+        sums: list[Any] = [None] * self._n_out
         for block, matrix in self._matrices.items():
             columns, multiplicity, dim = self._inputs[block]
-            own = x[:, columns][neighbour].reshape(n_edges, multiplicity, dim)
+            x_edges = x[:, columns][neighbour].reshape(n_edges, multiplicity, dim)
             of_edges = (f @ matrix).reshape(n_edges, dim, matrix.shape[1] // dim)
-            products = torch.bmm(own, of_edges) if dim > 1 else own * of_edges
+            products = torch.bmm(x_edges, of_edges) if dim > 1 else x_edges * of_edges
             parts = products.split(self._sizes[block], dim=2)
             for part, (place, some) in zip(parts, self._paths[block], strict=True):
                 total = torch.zeros(n, *part.shape[1:], dtype=x.dtype)
                 total = total.index_add(0, centre, part * weights[:, some, None])
-                found[place] = total.reshape(n, -1)
-        data[module.key_x] = torch.cat(found, dim=1).div(module.denominator)
+                sums[place] = total.reshape(n, -1)
+        data[module.key_x] = torch.cat(sums, dim=1).div(module.denominator)
         return data
 
 
@@ -384,7 +382,7 @@ class Mace(TorchNetwork):
         self.cutoff = float(self._model.r_max)
         self.species = tuple(int(z) for z in self._model.atomic_numbers)
         irreps = [Irreps(product.linear.irreps_out) for product in self._model.products]
-        edges = offsets_of([one.dim for one in irreps])
+        edges = offsets_of([of_layer.dim for of_layer in irreps])
         starts = [int(edges[k]) for k in _picked(layer, len(irreps))]
         sizes = [_n_scalars(irreps[k]) for k in _picked(layer, len(irreps))]
         self._columns = [slice(a, a + n) for a, n in zip(starts, sizes, strict=True)]
@@ -404,9 +402,9 @@ class Mace(TorchNetwork):
             "batch": graph.batch,
             "ptr": torch.cat([torch.zeros(1, dtype=torch.int64), graph.sizes.cumsum(0)]),
         }
-        found = self._model(data, compute_force=False)
-        features = [found["node_feats"][:, columns] for columns in self._columns]
-        return Output(_joined(features), found["energy"], [graph.positions], [graph.strain])
+        outputs = self._model(data, compute_force=False)
+        features = [outputs["node_feats"][:, columns] for columns in self._columns]
+        return Output(_joined(features), outputs["energy"], graph.positions, graph.strain)
 
 
 # --- models of metatomic ---
@@ -445,13 +443,14 @@ class Metatomic(TorchNetwork):
     def evaluate(self, frames: Sequence[Atoms]) -> Output:
         """Evaluate some structures in one forward pass."""
         graph = make_graph(frames, self.cutoff)
-        found = self._model(self._systems(frames, graph), self._options, check_consistency=False)
-        features = found[self._name].keys_to_samples(found[self._name].keys.names).block()
+        outputs = self._model(self._systems(frames, graph), self._options, check_consistency=False)
+        tensor = outputs[self._name]
+        features = tensor.keys_to_samples(tensor.keys.names).block()
         order = torch.tensor(np.lexsort(features.samples.values[:, [1, 0]].numpy().T))
         energies = None
         if self._has_energy:
-            energies = found["energy"].block().values.reshape(-1)
-        return Output(features.values[order], energies, [graph.positions], [graph.strain])
+            energies = outputs["energy"].block().values.reshape(-1)
+        return Output(features.values[order], energies, graph.positions, graph.strain)
 
     def _systems(self, frames: Sequence[Atoms], graph: Graph) -> list[Any]:
         """Return structures with the neighbour lists that the model requests."""

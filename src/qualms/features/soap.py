@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, pairwise
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from itertools import combinations_with_replacement, pairwise, zip_longest
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 import numpy as np
+import scipy.linalg
 from ase import Atoms
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.errors import InputError, counted, did_you_mean
@@ -33,8 +34,8 @@ from qualms.features.base import (
     RepresentationDocument,
     RepresentationSettings,
     Sample,
-    in_box,
     offsets_of,
+    validated,
 )
 from qualms.features.compression import Projection, fit_projection, mixing_weights
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
@@ -171,7 +172,7 @@ class Soap(RepresentationSettings):
         return all(scale.smoothing is not None for scale in self.scales)
 
     def with_forces(self) -> Soap:
-        """Return the same with neighbours that fade smoothly at the cutoff."""
+        """Return hyper-parameters with neighbours that fade smoothly at the cutoff."""
         if self.engine == "dscribe" or any(s.radial_basis != "gto" for s in self.scales):
             raise InputError(
                 "Forces need features with derivatives, which `engine='featomic'` has with "
@@ -291,10 +292,10 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         representation = overrides.pop("preset", "organic")
     if isinstance(representation, str):
         if representation not in PRESETS:
-            names = (*PRESETS, *PACKAGES)
+            choices = (*PRESETS, *PACKAGES)
             raise InputError(
                 f"There is no representation {representation!r}; choose one of "
-                f"{', '.join(names)}.{did_you_mean(representation, names)}",
+                f"{', '.join(choices)}.{did_you_mean(representation, choices)}",
                 parameter="representation",
             )
         representation = PRESETS[representation]
@@ -304,11 +305,11 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
             f"of type {type(representation).__name__}.",
             parameter="representation",
         )
-    known = sorted(set(Scale.model_fields) | set(Soap.model_fields))
-    if unknown := sorted(map(str, set(overrides) - set(known))):
+    names = sorted(set(Scale.model_fields) | set(Soap.model_fields))
+    if unknown := sorted(map(str, set(overrides) - set(names))):
         raise InputError(
             f"A representation has no {', '.join(map(repr, unknown))}; its hyper-parameters are "
-            f"{', '.join(known)}.{did_you_mean(unknown[0], known)}",
+            f"{', '.join(names)}.{did_you_mean(unknown[0], names)}",
             parameter="representation",
         )
     document = representation.model_dump()
@@ -318,20 +319,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
         scales = [s.model_dump() if isinstance(s, Scale) else s for s in document["scales"]]
         # Anything else is left for the validation.
         document["scales"] = [{**s, **of_scales} if isinstance(s, dict) else s for s in scales]
-    try:
-        return Soap.model_validate(document)
-    except ValidationError as error:
-        first = error.errors()[0]
-        # Fields that may be of several kinds are followed by the name of a class.
-        parts = [str(part) for part in first["loc"] if part != Compression.__name__]
-        name = parts[-1] if parts and parts[-1] in overrides else ".".join(parts)
-        reason = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-        if first["type"] == "extra_forbidden":
-            reason = "there is no such hyper-parameter"
-        message = f"The representation has `{name}={first['input']!r}`; {reason}."
-        if not name:
-            message = f"The hyper-parameters of the representation do not fit together: {reason}."
-        raise InputError(message, parameter=name or "representation") from None
+    return validated(Soap, document, overrides)
 
 
 # --- engines ---
@@ -394,7 +382,12 @@ def in_cell(atoms: Atoms, scale: Scale) -> Atoms:
     """
     if not np.any(atoms.pbc):
         return Atoms(atoms.numbers, atoms.positions) if np.any(atoms.cell.array) else atoms
-    return in_box(atoms, scale.cutoff + 4 * scale.gaussian_width)
+    vectors = atoms.cell.array[np.asarray(atoms.pbc)]
+    positions = atoms.positions - np.floor(atoms.positions @ np.linalg.pinv(vectors)) @ vectors
+    normals = scipy.linalg.null_space(vectors).T
+    widths = np.ptp(positions @ normals.T, axis=0) + scale.cutoff + 4 * scale.gaussian_width
+    cell = np.concatenate([vectors, widths[:, None] * normals])
+    return Atoms(atoms.numbers, positions, cell=cell, pbc=True)
 
 
 class DscribeEngine(Engine):
@@ -554,8 +547,9 @@ class FeatomicEngine(Engine):
         k, m = np.array([*combinations_with_replacement(range(self.weights.shape[1]), 2)]).T
         # Pairs of different species are stored once, times √2.
         root = np.where(k == m, 1.0, np.sqrt(2.0))
-        one, two = (root * self.weights[i, k] * self.weights[j, m] for i, j in ((a, b), (b, a)))
-        pairs = np.flatnonzero((one != 0) | (two != 0))
+        W = self.weights
+        direct, turned = root * W[a, k] * W[b, m], root * W[b, k] * W[a, m]
+        pairs = np.flatnonzero((direct != 0) | (turned != 0))
         columns = np.concatenate([[*self.pair_columns.values()][pair] for pair in pairs])
         if projection is None:
             rows = np.eye(len(columns))
@@ -565,10 +559,10 @@ class FeatomicEngine(Engine):
             rows = rows[:, columns]
         n, n_orders = self.scale.n_radial, self.scale.l_max + 1
         rows = rows.reshape(len(pairs), n_orders, n, n, len(columns))
-        matrix = np.tensordot(one[pairs], rows, axes=1)
+        matrix = np.tensordot(direct[pairs], rows, axes=1)
         if a != b:
-            turned = np.tensordot(two[pairs], rows, axes=1).swapaxes(1, 2)
-            matrix = (matrix + turned) / np.sqrt(2.0)
+            exchanged = np.tensordot(turned[pairs], rows, axes=1).swapaxes(1, 2)
+            matrix = (matrix + exchanged) / np.sqrt(2.0)
         return columns, matrix.reshape(self.n_products, len(columns))
 
     def expand(
@@ -749,7 +743,7 @@ class SoapRepresentation(Representation):
         return np.dtype(np.float32 if self.projections else np.float64)
 
     def exact(self) -> SoapRepresentation:
-        """Return the same representation with features in float64, for predictions."""
+        """Return a copy with features in float64, for predictions."""
         return replace(self, precise=True)
 
     @property
@@ -824,9 +818,14 @@ class SoapRepresentation(Representation):
     @property
     def differentiable(self) -> Sequence[DifferentiableFeatures]:
         """Features with derivatives, one for each term of the kernel; they need featomic."""
-        from qualms.features.soap_derivatives import scale_features
+        from qualms.features.soap_derivatives import ScaleFeatures
 
-        return scale_features(self)
+        projections = [projection.matrix.astype(np.float64) for projection in self.projections]
+        length = None if self.soap.normalize else self.feature_scale
+        return [
+            ScaleFeatures(cast(FeatomicEngine, engine), projection, length)
+            for engine, projection in zip_longest(self.engines, projections)
+        ]
 
     @cached_property
     def kernel(self) -> Kernel:

@@ -29,14 +29,8 @@ from scipy.sparse import csc_array
 from scipy.spatial import cKDTree
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.features.base import VOIGT, Changes, Tape, offsets_of
-from qualms.features.soap import (
-    FeatomicEngine,
-    SoapRepresentation,
-    in_cell,
-    make_engine,
-    order_factor,
-)
+from qualms.features.base import VOIGT, Changes, Tape
+from qualms.features.soap import FeatomicEngine, in_cell, order_factor
 
 #: Structures of fewer atoms are not cut.
 LARGE = 256
@@ -104,10 +98,10 @@ class Surroundings:
     @cached_property
     def _wrapped(self) -> Atoms:
         """The structure with its atoms in the cell, along periodic directions."""
-        given = self.atoms
-        atoms = Atoms(given.numbers, given.positions, cell=given.cell.complete(), pbc=given.pbc)
-        atoms.wrap(eps=0)  # type: ignore[no-untyped-call]
-        return atoms
+        numbers, cell, pbc = self.atoms.numbers, self.atoms.cell.complete(), self.atoms.pbc
+        wrapped = Atoms(numbers, self.atoms.positions, cell=cell, pbc=pbc)
+        wrapped.wrap(eps=0)  # type: ignore[no-untyped-call]
+        return wrapped
 
     @cached_property
     def _widths(self) -> Float64Array:
@@ -149,9 +143,10 @@ def batches(
 ) -> Iterator[list[tuple[Surroundings, IntArray]]]:
     """Yield about `size` environments at a time: structures, each once, and atoms of them."""
     batch: list[tuple[Surroundings, IntArray]] = []
-    first = offsets_of([len(atoms) for atoms in frames]).tolist()
+    first = 0
     for number, atoms in enumerate(frames):
-        surroundings = Surroundings(atoms, cutoff, number, first[number])
+        surroundings = Surroundings(atoms, cutoff, number, first)
+        first += len(atoms)
         for centers in surroundings.parts(size):
             if batch and sum(len(some) for _, some in batch) + len(centers) > size:
                 yield batch
@@ -231,22 +226,23 @@ class SoapTape(Tape):
         np.add.at(strain, self.owners, each)
         return positions, strain
 
-    def _by_density(self, slopes: Float64Array, columns: IntArray, some: slice) -> Float64Array:
+    def _by_density(self, slopes: Float64Array, columns: IntArray, atoms: slice) -> Float64Array:
         """Return ∂e/∂c around some atoms, l by l: (n, K, R, Σ_l (2l + 1) n_radial)."""
         scale, species = self.features.engine.scale, self.species
-        slopes, K, n_radial = slopes[some], len(species), scale.n_radial
+        slopes, K, n_radial = slopes[atoms], len(species), scale.n_radial
         n, R, _ = slopes.shape
         lifted = np.empty((scale.l_max + 1, n, R, K, n_radial, K, n_radial))
         for a, b in combinations_with_replacement(range(K), 2):
-            own, matrix = self.features.coupling(species[a], species[b])
-            of_pair = slopes[:, :, np.searchsorted(columns, own)].reshape(n * R, -1) @ matrix.T
-            of_pair = of_pair.reshape(n, R, -1, n_radial, n_radial).transpose(2, 0, 1, 3, 4)
+            features, matrix = self.features.coupling(species[a], species[b])
+            by_features = slopes[:, :, np.searchsorted(columns, features)]
+            flat = by_features.reshape(n * R, -1) @ matrix.T
+            of_pair = flat.reshape(n, R, -1, n_radial, n_radial).transpose(2, 0, 1, 3, 4)
             lifted[:, :, :, a, :, b] = of_pair
             if a != b:
                 lifted[:, :, :, b, :, a] = of_pair.swapaxes(3, 4)
         parts = []
         for c, of_order in zip(self.coefficients, lifted, strict=True):
-            flat = of_order.reshape(n, R * K * n_radial, -1) @ c[some].transpose(0, 2, 1)
+            flat = of_order.reshape(n, R * K * n_radial, -1) @ c[atoms].transpose(0, 2, 1)
             turned = flat.reshape(n, R, K, n_radial, -1).transpose(0, 2, 1, 4, 3)
             parts.append(turned.reshape(n, K, R, -1))
         return np.concatenate(parts, axis=3)
@@ -300,8 +296,8 @@ class SoapTape(Tape):
         columns = self.features.columns((z, other) for other in self.species)
         changes, rows = np.zeros((g * d, len(columns))), products.reshape(g * d, K, c)
         for o, other in enumerate(self.species):
-            own, matrix = self.features.coupling(z, other)
-            changes[:, np.searchsorted(columns, own)] += rows[:, o] @ matrix
+            of_pair, matrix = self.features.coupling(z, other)
+            changes[:, np.searchsorted(columns, of_pair)] += rows[:, o] @ matrix
         return columns, changes.reshape(g, d, -1)
 
 
@@ -386,7 +382,7 @@ class ScaleFeatures:
         owners, local = (every := np.concatenate(samples)).T
         # The atom that each atom of the cut-outs is, or is an image of.
         atoms, place = np.unique(np.concatenate(origins), return_inverse=True)
-        first = offsets_of([len(some) for some in origins])
+        first = np.cumsum([0, *map(len, origins)])
         centers = place[first[owners] + local]
         expansion = self.engine.expand(cutouts, every, strain="strain" in gradients)
         moves = None
@@ -427,17 +423,3 @@ class ScaleFeatures:
                 matrix = matrix + matrix.swapaxes(1, 2)
             self._couplings[z, other] = columns, matrix.reshape(len(block), len(columns))
         return self._couplings[z, other]
-
-
-def scale_features(representation: SoapRepresentation) -> list[ScaleFeatures]:
-    """Return the features of each scale of a representation by featomic."""
-    soap, features = representation.soap, []
-    for s, scale in enumerate(soap.scales):
-        engine = make_engine("featomic", scale, representation.species)
-        assert isinstance(engine, FeatomicEngine)
-        projection = None
-        if representation.projections:
-            projection = representation.projections[s].matrix.astype(np.float64)
-        length = None if soap.normalize else representation.feature_scale
-        features.append(ScaleFeatures(engine, projection, length))
-    return features
