@@ -219,7 +219,7 @@ class TrainedOnce:
         census = take_census(train, settings, stages=self.stages)
         self.problem = resolve(settings, census, workers, threads)
         self.settings = self.problem.settings
-        draw, baseline = draw_members(self.problem)
+        self.problem, draw, baseline = draw_members(self.problem)
         self.representation = fit_features(self.problem, self.stages)
         points, cache = select_points(self.problem, self.representation, workers, self.stages)
         rows = sum_rows(
@@ -239,7 +239,7 @@ class TrainedOnce:
         update = {"subsample": subsample, "replace": with_replacement}
         settings = self.settings.model_copy(update=update)
         problem = replace(self.problem, settings=settings)
-        draw, baseline = draw_members(problem)
+        problem, draw, baseline = draw_members(problem)
         model = replace(self.model, rows=self.model.rows.with_draw(draw))
         ensemble = fit_ensemble(model, problem, baseline, self.stages)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}

@@ -116,15 +116,17 @@ def problem_of(frames, settings, groups=None):
 
 
 def membership(frames, model, groups=None):
-    """How often each row of the target is in each member: (N, S)."""
-    problem = problem_of(frames, model.settings, groups)
-    return training.draw_members(problem)[0].counts[problem.rows]
+    """How often each row of the target is in each member: (N, S), in the order of the frames."""
+    problem, draw, _ = training.draw_members(problem_of(frames, model.settings, groups))
+    structure = problem.data.quantities["energy"].structure
+    order = np.argsort(problem.data.source[structure], kind="stable")
+    return draw.counts[problem.rows][order]
 
 
 def rows_of(problem):
     """Kernel rows of a problem, and its baseline."""
     workers, stages = Workers(), Stages()
-    draw, baseline = training.draw_members(problem)
+    problem, draw, baseline = training.draw_members(problem)
     features = passes.fit_features(problem, stages)
     points, cache = passes.select_points(problem, features, workers, stages)
     options = cache, workers, stages

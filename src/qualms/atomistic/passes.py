@@ -549,20 +549,17 @@ def sum_rows(
     rest = data.y - baseline.predict(data.design(data.species))
     center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
     kept = _keep_structures(problem, draw)
-    order = np.arange(len(data.source))
-    if not problem.draws_atoms:  # blocks follow each other, so that a part has few of them
-        order = np.argsort(draw.block, kind="stable")
-    edges = np.cumsum(data.rows_of_structures[order])
+    edges = np.cumsum(data.rows_of_structures)
     n_parts = math.ceil(edges[-1] / rows_of_task(r))
-    split = np.split(order, np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts))
+    starts = np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts)
     parts = [
         RowPart(
             data.take(structures),
             draw.take(problem.points(structures)),
             kept[structures],
-            _take_cached(data, cache, structures),
+            _take_cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
         )
-        for structures in split
+        for structures in np.split(np.arange(len(data.source)), starts)
         if len(structures)
     ]
     cache.clear()  # features of a part are freed when its rows are summed
@@ -590,20 +587,17 @@ def sum_rows(
                 count(n)
     assert total is not None, "there are structures"
     stop_workers()
-    return _scaled(problem, points, draw, baseline, total, order[kept[order]], center, sizes)
+    return _scaled(problem, points, draw, baseline, total, np.flatnonzero(kept), center, sizes)
 
 
-def _take_cached(
-    data: TrainingSet, cache: Sequence[FloatArray], structures: IntArray
-) -> FloatArray | None:
-    """Return the features (n, d) of some structures, if those of all consecutive parts are kept."""
+def _take_cached(cache: Sequence[FloatArray], begin: int, end: int) -> FloatArray | None:
+    """Return features of environments ``begin:end``, if those of all consecutive parts are kept."""
     if not cache:
         return None
     first = np.cumsum([0, *map(len, cache)])
-    begin, end = data.offsets[structures], data.offsets[structures + 1]
-    part = np.minimum(np.searchsorted(first, begin, side="right") - 1, len(cache) - 1)
-    ranges = zip(part, begin - first[part], end - first[part], strict=True)
-    return np.concatenate([cache[p][a:b] for p, a, b in ranges])
+    a, b = np.searchsorted(first, [begin, end - 1], side="right") - 1
+    pieces = [cache[k][max(begin - first[k], 0) : end - first[k]] for k in range(a, b + 1)]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def nested_sizes(r: int) -> list[int]:

@@ -170,7 +170,7 @@ def fit(
             skip_failed=skip_failed,
         )
         problem = resolve(settings, census, workers, threads)
-        draw, baseline = draw_members(problem)
+        problem, draw, baseline = draw_members(problem)
         features = fit_features(problem, stages)
         points, cache = select_points(problem, features, workers, stages)
         rows = sum_rows(problem, features, points, draw, baseline, cache, workers, stages)
@@ -261,11 +261,12 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     return n, limit
 
 
-def draw_members(problem: TrainingProblem) -> tuple[Draw, Baseline]:
+def draw_members(problem: TrainingProblem) -> tuple[TrainingProblem, Draw, Baseline]:
     """Draw the members, and fit their baselines; reject data that are too few.
 
-    Structures of a group are drawn together. A member that lacks an element, and so does not
-    determine its baseline, gets the few groups that do.
+    Structures are then in the order of their blocks, so that a part of them has few blocks, unless
+    atoms are drawn. Structures of a group are drawn together. A member that lacks an element, and
+    so does not determine its baseline, gets the few groups that do.
     """
     settings, data, rows = problem.settings, problem.data, problem.rows
     groups = np.arange(len(rows)) if problem.draws_atoms else data.groups
@@ -305,7 +306,10 @@ def draw_members(problem: TrainingProblem) -> tuple[Draw, Baseline]:
         counts=draw.counts[rows],
         isolated=problem.census.isolated,
     )
-    return draw, baseline
+    if not problem.draws_atoms:
+        order = np.argsort(draw.block, kind="stable")
+        problem, draw = replace(problem, data=data.take(order)), draw.take(order)
+    return problem, draw, baseline
 
 
 def _check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) -> None:
@@ -389,7 +393,6 @@ def memory_needed(
         compressing,
         batch + (features + picking if cached and n_parts == 1 else features + selecting),
         features + joining + picking + 3 * square,
-        2 * features + square,  # sorted by block, and freed block by block as sums grow
         max(features, sums) + kept + summing + (0.0 if cached else batch),
         solving,
     )
