@@ -12,7 +12,6 @@ from ase.build import molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from checks import rejects
 
-from qualms import Prediction
 from qualms.calibration.methods import METHODS, STD_METHODS
 from qualms.ensembles import (
     apply_calibration,
@@ -21,12 +20,10 @@ from qualms.ensembles import (
     read_ensemble,
     write_calibration,
 )
-from qualms.ensembles.apply import recalibrate
 from qualms.ensembles.calibrate import evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError
-from qualms.evaluation import Evaluation
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
@@ -870,24 +867,3 @@ def test_calibrations_that_do_not_fit():
     with rejects("calibration"):
         apply_calibration(document, "p.xyz", "out.xyz", target="forces")
     assert not Path("out.npz").exists()
-
-
-def test_a_calibration_is_applied_to_the_evaluation_of_a_model():
-    frames = structures(60)
-    ase.io.write("p.xyz", frames)
-    document = fit("p.xyz", "energy", by="config_type")
-    ensemble = read_ensemble("p.xyz", "energy", by="config_type")
-    n_atoms = np.array([len(atoms) for atoms in frames])
-    evaluation = Evaluation(
-        target="energy",
-        y=ensemble.y / n_atoms,
-        prediction=Prediction(ensemble.members / n_atoms[:, None]),
-        structure=ensemble.structure,
-        factor=1 / n_atoms,
-        frames=frames,
-    )
-    found = recalibrate(evaluation, document)
-    expected = document.std(ensemble.std, R, ensemble.labels) / n_atoms
-    np.testing.assert_allclose(found.std, expected)
-    with pytest.raises(InputError):
-        recalibrate(evaluation, document.model_copy(update={"target": "gap"}))

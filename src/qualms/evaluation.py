@@ -46,10 +46,8 @@ class Evaluation:
     units: str = ""
     factor: float | Float64Array = 1.0  #: or (n,): y is this times the value in the data
     frames: Sequence[Atoms] | None = None  #: None for tables
-    #: scores of other estimators of the same values, by name, such as "linear (validation)"
+    #: scores of other estimators of the same values, by name, such as "linear (out-of-bag)"
     scores: Mapping[str, Scores] = field(default_factory=dict)
-    #: description of the data that the "(validation)" calibrations were fitted to
-    validation: str = ""
     #: about units, bias and the like, with which no assessment is favourable; None: not checked yet
     warnings: Sequence[str] | None = None
     n_unlabelled: int = 0  #: number of structures without reference values, which are left out

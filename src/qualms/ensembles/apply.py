@@ -25,11 +25,9 @@ from qualms.ensembles.io import (
     with_results,
 )
 from qualms.errors import InputError
-from qualms.evaluation import Evaluation
 from qualms.gp.ensemble import calibration_factors, rescaled
 from qualms.io.files import atomic_output
 from qualms.io.xyz import xyz_text
-from qualms.prediction import Prediction
 
 
 class Applied(NamedTuple):
@@ -118,42 +116,6 @@ def apply_calibration(
                 _store(atoms, ensemble, values, aside, without)
                 stream.write(xyz_text(atoms).encode())
     return Applied(len(ensemble), ensemble.n_members, tuple(remarks))
-
-
-def recalibrate(evaluation: Evaluation, document: CalibrationDocument) -> Prediction:
-    """Apply a calibration file to the predictions of a model, which are calibrated already.
-
-    Parameters
-    ----------
-    evaluation : Evaluation
-        With frames, if the calibration has groups.
-    document : CalibrationDocument
-        Fitted to the output of `qualms predict`.
-    """
-    kind = "structure" if evaluation.atom is None else "atom"
-    kind = kind if evaluation.component is None else "component"
-    if (document.target, document.kind) != (evaluation.target, kind):
-        raise InputError(
-            f"The calibration was fitted to {document.target} of {document.kind}s, and cannot be "
-            f"used for {evaluation.target} of {kind}s.",
-            parameter="calibration",
-        )
-    labels = None
-    if document.by is not None and evaluation.frames is not None:
-        frames = evaluation.frames
-        atoms = evaluation.structure if evaluation.atom is None else evaluation.atom
-        pairs = zip(evaluation.structure, atoms, strict=True)
-        labels = np.array([_label(frames[i], document.by, j) for i, j in pairs])
-    prediction, factor = evaluation.prediction, evaluation.factor
-    std = document.std(prediction.std / factor, prediction.n_members, labels) * factor
-    return Prediction(mean=prediction.mean, std=std)
-
-
-def _label(frame: Atoms, by: str, atom: int) -> str:
-    """Return the group of an atom, or of its structure."""
-    if by == "element":
-        return str(frame.symbols[atom])
-    return str(frame.arrays[by][atom] if by in frame.arrays else frame.info.get(by, ""))
 
 
 def _checks(document: CalibrationDocument, ensemble: Ensemble) -> Iterator[str]:

@@ -272,7 +272,8 @@ def group_codes(groups: Sequence[object] | IntArray | None, n_train: int) -> Int
         return np.unique(labels, return_inverse=True)[1].reshape(-1).astype(np.intp)
     except TypeError as error:
         raise InputError(
-            f"The labels in `groups` are of several types ({error}). Use one type of label.",
+            f"The labels in `groups` cannot be sorted ({error}). Use one type of label, numbers or "
+            "strings, without None.",
             parameter="groups",
         ) from error
 
