@@ -20,7 +20,8 @@ from benchmarks.bench_atomistic import priced
 from benchmarks.bench_forces import azobenzene
 from qualms import AtomisticModel
 from qualms.ase import Calculator
-from qualms.atomistic.forces import check_frames, derivatives, make_potential
+from qualms.atomistic.forces import derivatives, make_potential
+from qualms.atomistic.predictions import check_frames
 from qualms.data import qm9
 from qualms.resources import limited
 
@@ -65,7 +66,7 @@ def cost_row(
 
     def mean_alone() -> object:
         for some in calls:
-            check_frames(fitted, some, stress=False)
+            check_frames(fitted, some)
             with limited(model.threads):
                 derivatives(mean, some)
 

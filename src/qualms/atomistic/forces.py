@@ -17,7 +17,7 @@ quadratic form in x, which takes less time if it has fewer elements than the rep
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -216,25 +216,21 @@ def fill_rows(
     frames: Sequence[Atoms],
     labels: ForceLabels,
     terms: Sequence[KernelTerm],
-    on_environments: Callable[[int], object] = lambda done: None,
 ) -> None:
     """Fill in the kernel rows of a training set.
 
     Averages over environments go to `energies` (n_structures, M); rows of forces, and of virials
-    per atom, that have labels are added to `others` (n_rows, M). `on_environments` is called with
-    the number of environments done so far.
+    per atom, that have labels are added to `others` (n_rows, M).
     """
     strain = labels.n_with_virial > 0
     sizes = np.array([len(atoms) for atoms in frames])
     has_label = np.concatenate(labels.known)
-    rows = np.where(
-        has_label, np.cumsum(has_label) - 1, -1
-    )  # of all components; -1 without a label
+    # Of all components; -1 without a label.
+    rows = np.where(has_label, np.cumsum(has_label) - 1, -1)
     of_virial = np.repeat(np.cumsum(3 * sizes + 6), 6).reshape(-1, 6) + np.arange(-6, 0)
     of_forces = np.delete(rows, of_virial.ravel()).reshape(-1, 3)
     of_virials, moving = rows[of_virial], np.any(of_forces >= 0, axis=1)
     energies[:] = 0.0
-    done = 0
     for term in terms:
         for tape in term.features.tapes(frames, _GRADIENTS[: 1 + strain], moving):
             kernel = derivative_rows(term, tape, strain=strain)
@@ -243,8 +239,6 @@ def fill_rows(
             if kernel.virials is not None:
                 virials = kernel.virials / sizes[tape.structures, None, None]
                 _add_rows(others, of_virials[tape.structures], virials)
-            done += len(tape.x)
-            on_environments(done // len(terms))
 
 
 def _add_rows(others: Float64Array, places: IntArray, values: Float64Array) -> None:
