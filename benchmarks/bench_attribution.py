@@ -19,7 +19,6 @@ from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.data import covalent_radii
-from qualms.atomistic.novelty import atom_force_std, atom_novelty
 
 from benchmarks.bench_forces import three_bpa
 from qualms import AtomisticModel
@@ -90,14 +89,14 @@ def alloys(n: int) -> list[Atoms]:
 
 
 def measures(model: AtomisticModel, frames: Sequence[Atoms]) -> dict[str, list[Any]]:
-    """Return every measure of all atoms of all structures."""
-    found = {
-        "novelty": atom_novelty(model, frames),
-        "σ of contributions": [part.std for part in model.predict(frames, atoms=True).atoms],
+    """Return the measures of each atom."""
+    has_forces = model.fitted.settings.has_forces
+    predicted = model.predict(frames, atoms=True, forces=has_forces)
+    of_atoms = {
+        "novelty": predicted.atom_novelty,
+        "σ of contributions": [contributions.std for contributions in predicted.atoms],
     }
-    if model.fitted.representation.has_derivatives:
-        found["σ of forces"] = atom_force_std(model, frames)
-    return found
+    return of_atoms | ({"σ of forces": predicted.force_std} if has_forces else {})
 
 
 def row(name: str, what: str, model: AtomisticModel, cases: Sequence[Case]) -> list[Any]:

@@ -281,7 +281,7 @@ def same_tables(a, b):
 
 @pytest.mark.parametrize("how", ["", "--ensemble --interval 0.8 --in meV --per atom"])
 def test_files_do_not_depend_on_workers(desk, by_workers, how, monkeypatch):
-    monkeypatch.setattr("qualms.io.predictions._ROW_GROUP", 30)
+    monkeypatch.setattr("qualms.io.predictions.ROW_GROUP", 30)
     suffixes = ["csv", "parquet", "npz"] + ["xyz"] * ("--per" not in how)
     for suffix in suffixes:
         here = qualms(f"{PREDICT} {how} -o here.{suffix} --json").document
@@ -305,7 +305,7 @@ def test_files_do_not_depend_on_workers(desk, by_workers, how, monkeypatch):
 
 def test_a_table_of_atoms_has_parts_without_any(desk, molecules, by_workers, monkeypatch):
     """The first molecules, and the last, have no nitrogen."""
-    monkeypatch.setattr("qualms.io.predictions._ROW_GROUP", 5)
+    monkeypatch.setattr("qualms.io.predictions.ROW_GROUP", 5)
     frames = sorted(molecules[100:], key=lambda atoms: 7 in atoms.numbers)
     n_without = sum(7 not in atoms.numbers for atoms in frames)
     ase.io.write("sorted.xyz", [*frames[5:], *frames[:5]])
@@ -387,12 +387,11 @@ def test_forces_by_workers(desk, by_workers, force_model, alloys):
 # --- evaluation ---
 
 
-def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys, molecules):
+def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
     force_model.save("forces.safetensors")
     ase.io.write("alloys.xyz", alloys[26:])
-    ase.io.write("more.xyz", molecules[80:100])
     for command in (
-        "evaluate model.safetensors new.xyz --validation more.xyz",
+        "evaluate model.safetensors new.xyz",
         "evaluate atoms.safetensors new.xyz",
         "evaluate forces.safetensors alloys.xyz --in meV",
     ):
@@ -407,10 +406,9 @@ def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys, 
 
 
 @pytest.mark.parametrize("how", ["threads", "dask"])
-def test_evaluation_by_an_executor(by_workers, energy_model, molecules, monkeypatch, how):
+def test_evaluation_by_an_executor(by_workers, energy_model, molecules, how):
     from distributed import Client
 
-    monkeypatch.setattr("qualms.atomistic.evaluation._PART", 30)
     expected = evaluate(energy_model, molecules[120:])["energy"]
     executor = ThreadPoolExecutor(1) if how == "threads" else Client(by_workers.split()[1])
     with executor:

@@ -576,7 +576,8 @@ def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
     fitted = energy_model.fitted
     origin, atom = fitted.origins[0]
     assert atom_novelty(energy_model, [molecules[origin]])[0][atom] < 1e-3  # a representative
-    new = molecules[150:190]
+    new = copies(molecules[150:190])
+    new[0].positions[0] += 0.4
     predicted = energy_model.predict(new, atoms=True)
     largest = np.array([novelty.max() for novelty in predicted.atom_novelty])
     np.testing.assert_allclose(largest, predicted.novelty)
@@ -584,11 +585,11 @@ def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
     assert np.all(predicted.extrapolates[largest > 1])
     for s in np.flatnonzero(largest > 1):
         assert f"atom {predicted.atom_novelty[s].argmax()} (" in predicted.reasons[s]
-    (chunk,) = energy_model.chunks(new[:1])
+    (chunk,) = energy_model.chunks(new[1:2])
     x, X = (a.astype(np.float64) for a in (chunk.batch.features, fitted.representatives))
     kernel = (x @ X.T) ** fitted.representation.soap.exponent
     expected = (1 - kernel.max(axis=1)) / fitted.training_novelty[0]
-    np.testing.assert_allclose(predicted.atom_novelty[0], expected, atol=1e-4)
+    np.testing.assert_allclose(predicted.atom_novelty[1], expected, atol=1e-4)
 
 
 def test_threads_may_share_a_model(force_model, alloys):

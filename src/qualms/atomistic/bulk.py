@@ -20,7 +20,7 @@ from ase import Atoms
 from qualms.arrays import Float64Array
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
-from qualms.atomistic.structures import FrameFiles, Part, divided, numbered
+from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input
@@ -155,9 +155,7 @@ def predict_parts(
 ) -> Iterator[Predicted]:
     """Predict structures by workers, in order; see `predict_batches`."""
     workers.check([file.path, *frames.paths])
-    # Several parts for each worker, so that none waits long for the last.
-    size = -(-len(frames) // (4 * workers.number))
-    parts = divided(frames, min(max(size, 20), 5000))
+    parts = divided_among(frames, workers.number)
     for batches in workers.map(predict_part, parts, file, output):
         yield from batches
 

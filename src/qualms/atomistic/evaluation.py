@@ -20,7 +20,7 @@ from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.atomistic.structures import Part, check_structures, divided, symbols_of
+from qualms.atomistic.structures import Part, check_structures, divided_among, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.methods import MODEL_METHODS
 from qualms.errors import CalibrationError, InputError, counted, unknown_choice, warn
@@ -233,7 +233,7 @@ def _predict(
             workers.check()
             other = copy(model)
             other.threads = workers.threads
-            parts = divided(structures, 50 if has_derivatives else 500)
+            parts = divided_among(structures, workers.number)
             tasks = workers.map(_predict_part, parts, workers.share(other), request)
             results = (batch for part in tasks for batch in part)
         for batch in results:

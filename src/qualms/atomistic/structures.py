@@ -404,6 +404,12 @@ def divided(frames: Sequence[Atoms], size: int) -> list[Part]:
     return [Part(frames[i : i + size], numbers[i : i + size]) for i in edges]
 
 
+def divided_among(frames: Sequence[Atoms], n_workers: int) -> list[Part]:
+    """Return several parts for each worker, so that none waits long for the last."""
+    size = -(-len(frames) // (4 * n_workers))
+    return divided(frames, min(max(size, 20), 5000))
+
+
 @contextmanager
 def numbered(part: Part) -> Iterator[None]:
     """Name structures by their numbers among all, and by their files, in errors."""

@@ -34,6 +34,9 @@ Arrays = Mapping[str, NDArray[Any]]
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
 
+#: Rows of a table that are written to Parquet together.
+ROW_GROUP = 10_000
+
 
 class _Batch(NamedTuple):
     """Predictions of some structures; `start` structures were written before.
@@ -280,7 +283,7 @@ class _ParquetWriter(PredictionWriter):
         for name, column in columns.items():
             self._arrays.setdefault(name, []).append(column)
         self._n_rows += len(columns["index"])
-        if self._n_rows >= 10_000:
+        if self._n_rows >= ROW_GROUP:
             self._write_group()
 
     def _write_group(self) -> None:
