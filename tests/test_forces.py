@@ -191,8 +191,11 @@ def test_forces_of_every_member_are_the_derivatives_of_its_energy(name):
 def test_products_that_compression_made_negative_count_as_zero_everywhere(name):
     fitted, atoms = molecular(name).fitted, some_molecule()
     representation, X = fitted.representation, fitted.representatives.astype(float)
-    x = np.array(oracle_forces.features(representation, 0, atoms))
-    negative = x @ X.T < -1e-4
+    for seed in range(20):  # until there is one
+        x = np.array(oracle_forces.features(representation, 0, atoms))
+        if (negative := x @ X.T < -1e-4).any():
+            break
+        atoms.rattle(0.1, seed=seed)
     assert negative.any()
     assert np.all(np.asarray(representation.kernel(x, X))[negative] == 0)
     rows = oracle_forces.kernel_rows(kernel_terms(representation, X), [atoms])
@@ -359,9 +362,8 @@ def test_rows_have_the_order_of_the_labels(monkeypatch):
     virials[2:] = np.nan
     labels, M = ForceLabels(forces, virials), len(fitted.weights)
     kernels = kernel_terms(fitted.representation, fitted.representatives)
-    energies, others, counts = np.ones((5, M)), np.zeros((59, M)), []
-    fill_rows(energies, others, frames, labels, kernels, counts.append)
-    assert counts == [20]
+    energies, others = np.ones((5, M)), np.zeros((59, M))
+    fill_rows(energies, others, frames, labels, kernels)
     expected = []
     for s, atoms in enumerate(frames):
         rows = oracle_forces.kernel_rows(kernels, [atoms], strain=True)

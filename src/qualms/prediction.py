@@ -507,7 +507,7 @@ def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Pre
     else:
         result = _lifted(of, *predictions)
     first, *others = predictions
-    if all(p.conformal is first.conformal for p in others):
+    if all(p.conformal == first.conformal for p in others):
         result.conformal = first.conformal
     if all(p.dof == first.dof for p in others):
         result.dof = first.dof

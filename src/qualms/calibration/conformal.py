@@ -18,12 +18,21 @@ from qualms.arrays import Float64Array, IntArray
 from qualms.errors import InputError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conformal:
     """Sorted scores |z|/σ (m,), and the probability (m,) of a smaller or equal one."""
 
     scores: Float64Array
     probabilities: Float64Array
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all scores are equal, as those of a copy from another process are."""
+        return isinstance(other, Conformal) and (
+            np.array_equal(self.scores, other.scores)
+            and np.array_equal(self.probabilities, other.probabilities)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
     def quantile(self, level: float) -> float:
         """Return the smallest score whose probability is at least `level`."""
