@@ -205,11 +205,11 @@ def _atom_arrays(target: str, batch: StructurePrediction, output: Output) -> dic
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     parts, name = batch.parts, f"{target}_atoms"
     pairs = zip(parts.frames, parts.centers or [], strict=True)
-    known = np.concatenate([np.isin(np.arange(len(f)), c) for f, c in pairs])
+    is_center = np.concatenate([np.isin(np.arange(len(f)), c) for f, c in pairs])
 
     def of_all(values: Sequence[Float64Array]) -> Float64Array:
-        full = np.full((len(known), *values[0].shape[1:]), np.nan)
-        full[known] = np.concatenate(values)
+        full = np.full((len(is_center), *values[0].shape[1:]), np.nan)
+        full[is_center] = np.concatenate(values)
         return full
 
     arrays = {

@@ -554,8 +554,8 @@ def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) 
 def check_states(states: Mapping[State, int], settings: Settings) -> None:
     """Reject structures that differ in charge or spin, unless that is allowed."""
     if len(states) > 1 and not settings.mixed_states:
-        (one, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
-        keys = sorted({key for key, _ in {*one} ^ {*other}})
+        (state, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
+        keys = sorted({key for key, _ in {*state} ^ {*other}})
         raise InputError(
             f"Structures {i} and {j} differ in {' and '.join(map(repr, keys))}. The model knows "
             "elements and positions alone, so that it cannot tell charges or spins apart: train a "

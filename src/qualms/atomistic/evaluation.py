@@ -76,7 +76,9 @@ def find_references(
         key = settings.keys.get(name)
         if key is not None and (values := find(frames, key, required=False)):
             references[name] = _components(values, frames, of_atoms=KINDS[name].of_atoms)
-    used = sorted({int(i) for one in references.values() for i in np.unique(one.structure)})
+    used = sorted(
+        {int(i) for reference in references.values() for i in np.unique(reference.structure)}
+    )
     for i in used:
         check_structures([frames[i]], first=i)
     others = {i: {*frames[i].numbers.tolist()} - {*species} for i in used}
@@ -89,8 +91,15 @@ def find_references(
             "out with `unknown_species='skip'`, or train with these elements.",
             parameter="frames",
         )
-    kept = {name: one.some(~np.isin(one.structure, unknown)) for name, one in references.items()}
-    return {n: replace(one, n_unknown=len(unknown)) for n, one in kept.items() if len(one.y)}
+    kept = {
+        name: reference.some(~np.isin(reference.structure, unknown))
+        for name, reference in references.items()
+    }
+    return {
+        n: replace(reference, n_unknown=len(unknown))
+        for n, reference in kept.items()
+        if len(reference.y)
+    }
 
 
 def _components(
@@ -98,10 +107,10 @@ def _components(
 ) -> References:
     """Return the known components of forces (n_atoms, 3) or stresses (6,) by structure."""
     tables = {i: np.atleast_2d(values[i]) for i in sorted(values)}
-    known = {i: np.argwhere(np.isfinite(table)) for i, table in tables.items()}
-    row, component = np.concatenate([*known.values()]).T
+    places = {i: np.argwhere(np.isfinite(table)) for i, table in tables.items()}
+    row, component = np.concatenate([*places.values()]).T
     y = np.concatenate([table[np.isfinite(table)] for table in tables.values()])
-    structure = np.repeat(np.array([*known], dtype=np.intp), [len(k) for k in known.values()])
+    structure = np.repeat(np.array([*places], dtype=np.intp), [len(k) for k in places.values()])
     n_components = 3 * sum(map(len, frames)) if of_atoms else 6 * len(frames)
     missing = n_components - len(y)
     return References(y, structure, row if of_atoms else None, component, missing)

@@ -50,7 +50,7 @@ class Labelled:
     values: Float64Array
     #: the labelled atoms of each structure; empty unless the labels are of atoms
     rows: list[IntArray]
-    n_unlabelled: int  #: structures, or atoms of the wanted species, without a label
+    n_unlabelled: int  #: structures, or atoms of the species of the target, without a label
     n_isolated: int  #: structures tagged as isolated atoms
     isolated: dict[int, float]  #: the label of the isolated atom of each atomic number that has one
 
@@ -164,7 +164,7 @@ def _stored(atoms: Atoms, key: str, per_atom: bool) -> Iterator[tuple[object, st
         stored.append((key, results[key], f"{_RESULTS}[{key!r}]", atoms.calc))
     for k, value, place, calculator in stored:
         stores = (atoms.info, atoms.arrays, results)
-        uncertain = any(f"{k}_uncertainty" in one for one in stores)
+        uncertain = any(f"{k}_uncertainty" in entries for entries in stores)
         yield value, place, uncertain and is_prediction(atoms, k, value, calculator)
 
 
@@ -353,21 +353,23 @@ def force_labels(
     of_frames = [np.full((len(frames[i]), 3), np.nan) for i in used]
     virials = np.full((len(used), 6), np.nan)
     if forces is not None:
-        known = find_forces(frames, forces, required=required)
-        unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
+        vectors = find_forces(frames, forces, required=required)
+        unused = [i for i in vectors if i not in set(used.tolist()) and not is_isolated(frames[i])]
         if unused:
             warn(
                 f"{len(unused)} structures (first frames[{unused[0]}]) have {forces!r} but no "
                 "energy; their forces are not used."
             )
-        of_frames = [known.get(i, empty) for i, empty in zip(used.tolist(), of_frames, strict=True)]
+        of_frames = [
+            vectors.get(i, empty) for i, empty in zip(used.tolist(), of_frames, strict=True)
+        ]
         if required:
             _warn_if_zero([f for f in of_frames if len(f) > 1], forces)
     if stress is not None:
-        known = find_stresses(frames, stress, required=required)
+        stresses = find_stresses(frames, stress, required=required)
         for row, i in enumerate(used.tolist()):
-            if i in known:
-                virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
+            if i in stresses:
+                virials[row] = stresses[i] * frames[i].cell.volume / len(frames[i])
         if required:
             _warn_if_zero([*virials], stress)
     labels = ForceLabels(of_frames, virials)
@@ -387,8 +389,8 @@ def reject_without_energy(name: str, key: str) -> NoReturn:
 
 def _warn_if_zero(labels: Sequence[Float64Array], key: str) -> None:
     """Warn if all forces, or stresses, are zero, which stands for unknown in some data sets."""
-    known = [values for values in labels if np.isfinite(values).any()]
-    if len(known) > 1 and not any(np.any(np.nan_to_num(values)) for values in known):
+    arrays = [values for values in labels if np.isfinite(values).any()]
+    if len(arrays) > 1 and not any(np.any(np.nan_to_num(values)) for values in arrays):
         warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
 
 
@@ -427,10 +429,10 @@ def find_stresses(
         _reject("stress", key, "label of six numbers, or a symmetric matrix,", tensors)
     _check_shared_calculators(frames, places)
     values = {i: voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
-    known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
-    known = {i: value for i, value in known.items() if np.isfinite(value).any()}
-    stresses = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
-    unused = sorted({*known} - {*stresses})
+    labels = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
+    labels = {i: value for i, value in labels.items() if np.isfinite(value).any()}
+    stresses = {i: value for i, value in labels.items() if frames[i].cell.rank == 3}
+    unused = sorted({*labels} - {*stresses})
     if unused and required:
         warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "

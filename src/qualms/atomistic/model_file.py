@@ -278,8 +278,8 @@ def _calibration(
 
 def _points(of: PointsDocument, table: Any) -> CalibrationData:
     columns = dict(zip(of.columns, table.T, strict=True))
-    known = {*_REQUIRED, *_OPTIONAL, "element"}
-    if not {*_REQUIRED} <= {*columns} <= known or not len(table):
+    allowed = {*_REQUIRED, *_OPTIONAL, "element"}
+    if not {*_REQUIRED} <= {*columns} <= allowed or not len(table):
         raise ValueError(f"out-of-bag points with {', '.join(columns)}")
     arrays: dict[str, Any] = {name: np.ascontiguousarray(v) for name, v in columns.items()}
     if any(np.any(v < 0) for name, v in arrays.items() if name != "residuals"):

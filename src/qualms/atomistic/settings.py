@@ -95,9 +95,9 @@ class Reference(BaseModel):
         """Return the key of a quantity: given, or that of the energy with the other word."""
         if self.key is None or quantity == "energy":
             return self.key
-        given: str | None = getattr(self, quantity)
+        key: str | None = getattr(self, quantity)
         derived = self.key.replace("energy", quantity) if "energy" in self.key else None
-        return given or derived
+        return key or derived
 
     @field_validator("then", mode="before")
     @classmethod
@@ -453,10 +453,14 @@ class Settings(BaseModel):
         names = ("composition", "mean", "atoms", "none")
         if isinstance(value, str) and reference is None and value not in names:
             calculators = [f"{n}:{m}" for n, ms in CALCULATORS.items() for m in ms or ("",)]
-            known = (*names, "backbone", *(one.rstrip(":") for one in calculators))
+            baselines = (
+                *names,
+                "backbone",
+                *(calculator.rstrip(":") for calculator in calculators),
+            )
             raise InputError(
-                f"There is no baseline {value!r}. Use one of {', '.join(known)}, or the import "
-                f"path of a calculator, package.module:callable.{did_you_mean(value, known)}",
+                f"There is no baseline {value!r}. Use one of {', '.join(baselines)}, or the import "
+                f"path of a calculator, package.module:callable.{did_you_mean(value, baselines)}",
                 parameter="baseline",
             )
         return _by_number(value) if reference is None else reference
@@ -568,8 +572,8 @@ def _check_reference(settings: Settings, reference: Reference) -> None:
             f"{settings.kind}. Use 'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
-    own = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
-    if any(target == key for target, key in own.items()):
+    keys = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
+    if any(target == key for target, key in keys.items()):
         raise InputError(
             f"The baseline has the {reference.name}, which is that of the labels. Name the key of "
             "other energies.",
@@ -621,8 +625,8 @@ def _first_problem(error: ValidationError) -> InputError:
         return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        known = [*Settings.model_fields]
-        similar = did_you_mean(name, known) or f" There are {', '.join(known)}."
+        parameters = [*Settings.model_fields]
+        similar = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
         return InputError(f"There is no parameter {name!r}.{similar}", parameter=name)
     # A value that may be of several types has a problem with each of them.
     expected = [

@@ -270,8 +270,8 @@ def _cut(stream: Iterator[str]) -> Iterator[Atoms]:
         size = int(line)
         lines = [line, *itertools.islice(stream, size + 1)]
         if len(lines) < size + 2:
-            found = max(len(lines) - 2, 0)
-            raise ValueError(f"line {number}: the file ends after {found} of {size} atoms")
+            n_atoms = max(len(lines) - 2, 0)
+            raise ValueError(f"line {number}: the file ends after {n_atoms} of {size} atoms")
         if sum(map(int, _COLUMNS.findall(lines[1]))) > _MOST_COLUMNS:  # ASE would list them all
             raise ValueError(f"line {number + 1}: more than {_MOST_COLUMNS} columns")
         line = next(stream, "")

@@ -389,7 +389,7 @@ def memory_needed(
     n_tasks = data.n_rows // rows_of_task(M) + 1
     waiting = (min(AHEAD * n_workers, n_tasks) + 1) * len(data.quantities) * square
     features = size * n * d if cached else 0.0
-    one = max(
+    peak = max(
         compressing,
         batch + (features + picking if cached and n_parts == 1 else features + selecting),
         features + joining + picking + 3 * square,
@@ -399,7 +399,7 @@ def memory_needed(
     return MemoryNeeded(
         driver=base + max(joining + picking + 3 * square, solving, sums + kept + waiting),
         worker=base + batch + max(selecting, summing),
-        together=base + one,
+        together=base + peak,
     )
 
 
