@@ -90,7 +90,15 @@ class Predicted(NamedTuple):
 def predict_batches(
     model: AtomisticModel, numbered: Iterable[tuple[int, Atoms]], output: Output
 ) -> Iterator[Predicted]:
-    """Predict structures, which may be more than fit into memory, in batches and in order."""
+    """Predict structures, which may be more than fit into memory, in batches and in order.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    numbered : iterable of (int, Atoms)
+        Numbers of structures in the input, and the structures.
+    output : Output
+    """
     target, (factor, units) = model.settings.target, output.units(model)
     derivatives = output.forces or output.stress
     if output.skip_failed and model.reference is not None:
@@ -153,7 +161,15 @@ def predict_batches(
 def predict_parts(
     frames: FrameFiles, file: ModelFile, output: Output, workers: Workers
 ) -> Iterator[Predicted]:
-    """Predict structures by workers, in order; see `predict_batches`."""
+    """Predict structures by workers, in order; see `predict_batches`.
+
+    Parameters
+    ----------
+    frames : FrameFiles
+    file : ModelFile
+    output : Output
+    workers : Workers
+    """
     workers.check([file.path, *frames.paths])
     # Several parts for each worker, so that none waits long for the last.
     size = -(-len(frames) // (4 * workers.number))
@@ -163,7 +179,14 @@ def predict_parts(
 
 
 def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]:
-    """Predict a part of the structures."""
+    """Predict a part of the structures.
+
+    Parameters
+    ----------
+    part : Part
+    file : ModelFile
+    output : Output
+    """
     with numbered(part):
         pairs = zip(part.numbers.tolist(), part.frames, strict=True)
         return list(predict_batches(file.load(), pairs, output))

@@ -62,8 +62,16 @@ def find_references(
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
-    Forces and stresses that no structure has are left out. The species are those that the model is
-    trained on; structures with others are an error, or left out (``unknown_species="skip"``).
+    Forces and stresses that no structure has are left out.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    species : sequence of int
+        Atomic numbers that the model is trained on.
+    unknown_species : {"error", "skip"}
+        Whether structures with other species are an error, or left out.
     """
     labels = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = labels.frames, None
@@ -296,7 +304,7 @@ class _Points:
     extrapolates: BoolArray  #: (n,)
 
     def some(self, which: BoolArray) -> _Points:
-        """Return some of the points."""
+        """Return the points where a mask (n,) is true."""
         return replace(
             self,
             references=self.references.some(which),
@@ -333,7 +341,18 @@ class _Points:
     ) -> Evaluation:
         """Score the prediction, and those of models with other calibrations.
 
-        Values are multiplied by a factor, and have these units; they are per atom or per structure.
+        Parameters
+        ----------
+        model : AtomisticModel
+        frames : sequence of Atoms
+        others : mapping of str to Fitted
+            The model with other methods of calibration, by method.
+        factor : float
+            From the units of the model to `units`.
+        units : str
+            Of the values in the evaluation.
+        per : {"atom", "structure"}, optional
+            Whether an extensive target is per atom or per structure.
         """
         fitted, name = model.fitted, self.quantity
         has_score = (self.prediction[self.place].std > 0) & (self.raw(fitted).std > 0)

@@ -66,7 +66,18 @@ def labelled(
     """Return which structures, or atoms of some species, have a label, and the labels.
 
     Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
-    not learned from; their labels are returned apart. There must be a label, if it is required.
+    not learned from; their labels are returned apart.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    kind : str
+        Kind of the property; labels belong to atoms if it is "atomic".
+    species : sequence of int, optional
+        Atomic numbers of the atoms whose labels are used; all, unless given.
+    required : bool
+        Whether it is an error if there is no label.
     """
     per_atom = kind == "atomic"
     values = find_targets(frames, key, per_atom=per_atom, species=species, required=required)
@@ -108,7 +119,16 @@ def find_targets(
 ) -> list[Float64Array]:
     """Return the label of each structure (1,), or those of its atoms (n_atoms,), NaN for none.
 
-    Labels of atoms of other species than those wanted are left out.
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    per_atom : bool
+        Whether labels belong to atoms.
+    species : sequence of int, optional
+        Atomic numbers of the atoms whose labels are used; all, unless given.
+    required : bool
+        Whether it is an error if there is no label.
     """
     values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
     for i, (value, place) in _find_all(frames, key, per_atom, required=required).items():
@@ -150,7 +170,15 @@ def _find_all(
 
 
 def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
-    """Return the label of one structure and its place; see the top of this module."""
+    """Return the label of one structure and its place; see the top of this module.
+
+    Parameters
+    ----------
+    atoms : Atoms
+    key : str
+    per_atom : bool
+        Whether the label is an array of atoms.
+    """
     stored = _stored(atoms, key, per_atom)
     return next(((value, place) for value, place, predicted in stored if not predicted), None)
 
@@ -349,7 +377,18 @@ def force_labels(
     *,
     required: bool = True,
 ) -> ForceLabels:
-    """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
+    """Return the forces and virials of the structures with an energy.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    used : (n,) array of int
+        Structures with an energy.
+    forces, stress : str or None
+        Keys; None if they are not learned.
+    required : bool
+        Whether it is an error if there is no label, and a warning if all are zero.
+    """
     of_frames = [np.full((len(frames[i]), 3), np.nan) for i in used]
     virials = np.full((len(used), 6), np.nan)
     if forces is not None:
@@ -397,7 +436,15 @@ def _warn_if_zero(labels: Sequence[Float64Array], key: str) -> None:
 def find_forces(
     frames: Sequence[Atoms], key: str, *, required: bool = True
 ) -> dict[int, Float64Array]:
-    """Return the forces (n_atoms, 3) of each structure that has some."""
+    """Return the forces (n_atoms, 3) of each structure that has some.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    required : bool
+        Whether it is an error if no structure has forces.
+    """
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
     if not places and required:
         _reject("forces", key, "label of three numbers for each atom", _present(frames, True, (3,)))
@@ -415,6 +462,13 @@ def find_stresses(
     """Return the stress (6,) of each structure that has one and a cell with a volume.
 
     Zeros beside a structure that is not periodic are taken as unknown.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    required : bool
+        Whether it is an error if no structure has a stress, and a warning if a cell has no volume.
     """
     if "virial" in key.casefold() and "stress" not in key.casefold():
         raise InputError(

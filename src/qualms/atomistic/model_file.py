@@ -86,7 +86,15 @@ class ModelDocument(Document):
 
 
 def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
-    """Write a model, completely or not at all."""
+    """Write a model, completely or not at all.
+
+    Parameters
+    ----------
+    path : path-like
+    fitted : Fitted
+    force : bool
+        Whether a file that exists is replaced.
+    """
     features, tensors = fitted.representation.stored
     document = ModelDocument(
         settings=fitted.settings,

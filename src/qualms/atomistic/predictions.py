@@ -384,7 +384,17 @@ def differs_in_state(atoms: Atoms, fitted: Fitted) -> list[str]:
 
 
 def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
-    """Warn of a structure with another charge or spin than those of the training."""
+    """Warn of a structure with another charge or spin than those of the training.
+
+    Returns whether a warning was issued.
+
+    Parameters
+    ----------
+    atoms : Atoms
+    fitted : Fitted
+    index : int
+        Number of the structure in the input.
+    """
     keys = differs_in_state(atoms, fitted)
     if keys:
         warnings.warn(
@@ -423,6 +433,15 @@ def predict_chunk(
     A quantity that the model was trained on has a calibration of its own. Otherwise the members of
     the forces on all atoms of a structure, those of its stress, and the contributions of its atoms
     are scaled about their means by the factor that calibrates the target.
+
+    Parameters
+    ----------
+    chunk : Chunk
+    request : Request
+    potential : Potential, optional
+        Predicts derivatives; not needed if there are features.
+    reference : BaselinePotential, optional
+        Its values are added.
     """
     fitted = chunk.fitted
     raw = (
@@ -494,7 +513,14 @@ def predict_chunk(
 def reference_values(
     chunk: Chunk, request: Request, reference: BaselinePotential
 ) -> PotentialValues:
-    """Return values of the reference potential; errors name structures by their numbers."""
+    """Return values of the reference potential; errors name structures by their numbers.
+
+    Parameters
+    ----------
+    chunk : Chunk
+    request : Request
+    reference : BaselinePotential
+    """
     indices = range(chunk.first, chunk.first + len(chunk.frames))
     return reference.evaluate(
         chunk.known, forces=request.derivatives, stress=request.stress, indices=indices
@@ -565,7 +591,16 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
 
 
 def member_energies(fitted: Fitted, design: Float64Array, energies: Float64Array) -> Float64Array:
-    """Return averages by each member (n, N_R), with intercepts and baselines."""
+    """Return averages by each member (n, N_R), with intercepts and baselines.
+
+    Parameters
+    ----------
+    fitted : Fitted
+    design : (n, S) array
+        Composition of structures, as in `structure_design`.
+    energies : (n, N_R) array
+        Averages without intercepts and baselines.
+    """
     return energies + fitted.intercepts + fitted.baseline.predict_members(design)
 
 

@@ -482,7 +482,16 @@ class Settings(BaseModel):
 
 
 def as_number(species: str | int, parameter: str, others: Iterable[str] = ()) -> int:
-    """Return the atomic number of a symbol or number in a parameter, which may have others."""
+    """Return the atomic number of a chemical symbol or number.
+
+    Parameters
+    ----------
+    species : str or int
+    parameter : str
+        Name of the parameter that has the symbol, for the error.
+    others : iterable of str
+        Words that the parameter may have as well.
+    """
     text = str(species).strip()
     if text.isdigit() and 0 < int(text) < len(chemical_symbols):
         return int(text)
@@ -593,7 +602,15 @@ def with_representation(
 ) -> tuple[Settings, str]:
     """Return settings with the representation for some species, and what was chosen and why.
 
-    The text is empty if there was nothing to choose. Most structures are periodic, or not.
+    The text is empty if there was nothing to choose.
+
+    Parameters
+    ----------
+    settings : Settings
+    species : sequence of int
+        Atomic numbers in the training set.
+    periodic : bool
+        Whether most structures are periodic.
     """
     chosen = ""
     if isinstance(settings.representation, dict):

@@ -611,7 +611,16 @@ def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array
 
 
 def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
-    """Reject structures with unknown species; the first structure has the number `first`."""
+    """Reject structures with unknown species.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    known : sequence of int
+        Atomic numbers that the model was trained on.
+    first : int
+        Number of the first structure in the input.
+    """
     unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
     structures = [i for i, species in unknown.items() if species]
     if structures:
