@@ -25,7 +25,7 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import InputError, Prediction, QualmsWarning, score
-from qualms.atomistic.bulk import Wanted, predict_batches
+from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.forces import (
     derivatives,
     fill_rows,
@@ -612,11 +612,11 @@ def test_features_are_computed_once_for_forces(force_model, alloys, monkeypatch)
     count(type(force_model.fitted.representation), "features")
     for kind in {type(term.features) for term in force_model.potential}:
         count(kind, "tapes")
-    [batch] = predict_batches(force_model, enumerate(frames), Wanted(forces=True, atoms=True))
+    [batch] = predict_batches(force_model, enumerate(frames), Output(forces=True, atoms=True))
     assert calls == ["tapes"] * len(force_model.potential)
     assert batch.arguments["extra"][EXTRAPOLATES] == expected.tolist()
     np.testing.assert_array_equal(batch.arguments["arrays"]["forces"], forces.mean)
     calls.clear()
-    [batch] = predict_batches(force_model, enumerate(frames), Wanted())
+    [batch] = predict_batches(force_model, enumerate(frames), Output())
     assert calls == ["features"]
     assert batch.arguments["extra"][EXTRAPOLATES] == expected.tolist()

@@ -369,7 +369,7 @@ def memory_needed(
     settings : Settings
     data : TrainingSet
     n_workers : int
-        Processes that compute features.
+        Workers, or processes that compute features.
     cached : bool
         Whether features of all environments are kept in memory.
     """
