@@ -117,7 +117,14 @@ class Workers:
     ) -> Iterator[Result]:
         """Yield ``function(part, *shared)`` for each part, in order.
 
-        `on_done` is called with each part.
+        Parameters
+        ----------
+        function : callable
+        parts : iterable
+        *shared
+            Further arguments of the function, the same for all parts.
+        on_done : callable, optional
+            Is called with each part when its result is there.
         """
         executor = self.executor or _ThisProcess()
         waiting, pending = deque(parts), deque[tuple[Part, Future[Any]]]()

@@ -135,7 +135,12 @@ def miscalibration_area(
 
     ∫₀¹ |C(p) − p| dp, where C(p) is the fraction of points inside their central interval of level
     p, see :func:`calibration_curve`. It lies between 0 and 1/2. Calibrated predictions of n
-    independent points have about 0.31/√n. Parameters are those of :func:`covering_levels`.
+    independent points have about 0.31/√n.
+
+    Parameters
+    ----------
+    residuals, std, dof
+        As in :func:`covering_levels`.
     """
     return _area(covering_levels(residuals, std, dof))
 
@@ -226,7 +231,10 @@ def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> flo
     Levi et al. 2022, on the bins of :func:`binned_errors`. Calibrated Gaussian predictions of n
     points have about sqrt(n_bins / (π n)); compare only between equal numbers of bins.
 
-    Parameters are those of :func:`binned_errors`; at least one σ > 0 in every bin.
+    Parameters
+    ----------
+    residuals, std, n_bins
+        As in :func:`binned_errors`; at least one σ > 0 in every bin.
     """
     bins = binned_errors(residuals, std, n_bins)
     if np.any(bins.rmv == 0.0):
@@ -542,7 +550,10 @@ def calibration_curve(
 ) -> CalibrationCurve:
     """Return the observed coverage of central intervals of levels 0.01, 0.02, … 0.99.
 
-    Parameters are those of :func:`covering_levels`.
+    Parameters
+    ----------
+    residuals, std, dof
+        As in :func:`covering_levels`.
     """
     expected = np.arange(1, 100) / 100.0
     covered = np.sort(covering_levels(residuals, std, dof))

@@ -142,7 +142,7 @@ class Prediction(NDArrayOperatorsMixin):
 
     @property
     def uncalibrated(self) -> Prediction:
-        """The same prediction before calibration; itself if it is not calibrated."""
+        """The prediction before calibration; itself if it is not calibrated."""
         if self._uncalibrated is None:
             return self
         if not isinstance(self._uncalibrated, Prediction):

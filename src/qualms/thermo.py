@@ -118,7 +118,10 @@ def reweight_direct(observable: Float64Array, h: Float64Array, length: int) -> R
 def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
     """Average by the cumulant expansion ⟨a⟩ − cov(a, h).
 
-    Parameters are those of `reweight_direct`.
+    Parameters
+    ----------
+    observable, h, length
+        As in `reweight_direct`.
     """
     count = _block_sums(np.ones((len(h), 1, 1)), length)  # (B, 1, 1)
     # Shifted by a constant, products of large numbers do not cancel; the covariance is the same.
@@ -138,7 +141,10 @@ def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) ->
 def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
     """Return the next term of the expansion, ½ ⟨δa δh²⟩.
 
-    Parameters are those of `reweight_direct`.
+    Parameters
+    ----------
+    observable, h, length
+        As in `reweight_direct`.
     """
     deviations = h - h.mean(axis=0)
     a = observable - observable.mean(axis=0)

@@ -54,9 +54,9 @@ class Baseline:
         """Reject structures whose baseline is not known; the first has the number `first`."""
         if len(self.span) == len(self.species):
             return
-        known = self.is_determined(structure_design(frames, self.species))
-        for i in np.flatnonzero(~known)[:1]:
-            others = f" (and {np.sum(~known) - 1} others)" if np.sum(~known) > 1 else ""
+        determined = self.is_determined(structure_design(frames, self.species))
+        for i in np.flatnonzero(~determined)[:1]:
+            others = f" (and {np.sum(~determined) - 1} others)" if np.sum(~determined) > 1 else ""
             raise InputError(
                 f"Structure {first + i}{others} is {frames[i].get_chemical_formula()}; the energy "
                 "of this composition is not a combination of those of the training set. Train with "

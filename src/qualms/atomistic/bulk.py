@@ -90,7 +90,15 @@ class Predicted(NamedTuple):
 def predict_batches(
     model: AtomisticModel, numbered: Iterable[tuple[int, Atoms]], output: Output
 ) -> Iterator[Predicted]:
-    """Predict structures, which may be more than fit into memory, in batches and in order."""
+    """Predict structures, which may be more than fit into memory, in batches and in order.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    numbered : iterable of (int, Atoms)
+        Numbers of structures in the input, and the structures.
+    output : Output
+    """
     target, (factor, units) = model.settings.target, output.units(model)
     derivatives = output.forces or output.stress
     if output.skip_failed and model.reference is not None:
@@ -153,7 +161,15 @@ def predict_batches(
 def predict_parts(
     frames: FrameFiles, file: ModelFile, output: Output, workers: Workers
 ) -> Iterator[Predicted]:
-    """Predict structures by workers, in order; see `predict_batches`."""
+    """Predict structures by workers, in order; see `predict_batches`.
+
+    Parameters
+    ----------
+    frames : FrameFiles
+    file : ModelFile
+    output : Output
+    workers : Workers
+    """
     workers.check([file.path, *frames.paths])
     parts = divided_among(frames, workers.number)
     for batches in workers.map(predict_part, parts, file, output):
@@ -161,7 +177,14 @@ def predict_parts(
 
 
 def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]:
-    """Predict a part of the structures."""
+    """Predict a part of the structures.
+
+    Parameters
+    ----------
+    part : Part
+    file : ModelFile
+    output : Output
+    """
     with numbered(part):
         pairs = zip(part.numbers.tolist(), part.frames, strict=True)
         return list(predict_batches(file.load(), pairs, output))
@@ -203,11 +226,11 @@ def _atom_arrays(target: str, batch: StructurePrediction, output: Output) -> dic
     """Return contributions, novelty and uncertainties of atoms; NaN for unknown elements."""
     parts, name = batch.parts, f"{target}_atoms"
     pairs = zip(parts.frames, parts.centers or [], strict=True)
-    known = np.concatenate([np.isin(np.arange(len(f)), c) for f, c in pairs])
+    is_center = np.concatenate([np.isin(np.arange(len(f)), c) for f, c in pairs])
 
     def of_all(values: Sequence[Float64Array]) -> Float64Array:
-        full = np.full((len(known), *values[0].shape[1:]), np.nan)
-        full[known] = np.concatenate(values)
+        full = np.full((len(is_center), *values[0].shape[1:]), np.nan)
+        full[is_center] = np.concatenate(values)
         return full
 
     arrays = {

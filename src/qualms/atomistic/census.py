@@ -554,8 +554,8 @@ def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) 
 def check_states(states: Mapping[State, int], settings: Settings) -> None:
     """Reject structures that differ in charge or spin, unless that is allowed."""
     if len(states) > 1 and not settings.mixed_states:
-        (one, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
-        keys = sorted({key for key, _ in {*one} ^ {*other}})
+        (state, i), (other, j) = sorted(states.items(), key=lambda item: item[1])[:2]
+        keys = sorted({key for key, _ in {*state} ^ {*other}})
         raise InputError(
             f"Structures {i} and {j} differ in {' and '.join(map(repr, keys))}. The model knows "
             "elements and positions alone, so that it cannot tell charges or spins apart: train a "
@@ -565,7 +565,17 @@ def check_states(states: Mapping[State, int], settings: Settings) -> None:
 
 
 def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> None:
-    """Warn if an extensive property (n,) does not depend on the numbers of atoms (n,)."""
+    """Warn if an extensive property does not depend on the numbers of atoms.
+
+    Parameters
+    ----------
+    target : str
+        Key of the labels.
+    values : (n,) array
+        Labels of structures.
+    sizes : (n,) array of int
+        Numbers of atoms.
+    """
     if np.ptp(values) == 0 and np.ptp(sizes) > 0:
         warn(
             f"All labels {target!r} are {values[0]:g} though structures differ in size. For a "
@@ -574,9 +584,20 @@ def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> No
 
 
 def check_differences(name: str, target: str, data: TrainingSet, before: Float64Array) -> None:
-    """Warn if differences from a reference potential vary more than the energies per atom (N,).
+    """Warn if differences from a reference potential vary more than the energies.
 
     A potential of the opposite sign doubles them, other units do more.
+
+    Parameters
+    ----------
+    name : str
+        Of the potential.
+    target : str
+        Key of the energies.
+    data : TrainingSet
+        Differences per atom.
+    before : (N,) array
+        Energies per atom.
     """
     X, y = data.design(data.species), np.stack([before, data.y], axis=1)
     rest = y - y.mean(axis=0)
@@ -653,8 +674,14 @@ def join_groups(
 ) -> tuple[IntArray, IntArray]:
     """Return a number for each different structure, and the groups, in which duplicates are one.
 
-    Structures have fingerprints, and the numbers `source` (n,) among those that groups are labels
-    of.
+    Parameters
+    ----------
+    prints : sequence of bytes
+        Fingerprints of the n structures with labels.
+    groups : sequence, optional
+        Label of each structure of the input; duplicates alone are grouped without these.
+    source : (n,) array of int
+        Numbers of the n structures in the input.
     """
     codes = {digest: i for i, digest in enumerate(dict.fromkeys(prints))}
     distinct = np.array([codes[digest] for digest in prints], dtype=np.intp)
@@ -672,7 +699,13 @@ def join_groups(
 def thinned(data: TrainingSet, n_atoms: int, seed: int) -> TrainingSet:
     """Return a training set with the forces on some atoms of each structure.
 
-    Atoms depend on the number of the structure among those given.
+    Parameters
+    ----------
+    data : TrainingSet
+    n_atoms : int
+        Number of atoms whose forces are used, in each structure.
+    seed : int
+        The random choice of atoms depends on it and on the number of the structure in the input.
     """
     assert data.derivatives is not None
     forces = []

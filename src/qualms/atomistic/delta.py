@@ -116,7 +116,15 @@ class BaselinePotential(ABC):
     def computable(
         self, numbered: Iterable[tuple[int, Atoms]], *, forces: bool = False, stress: bool = False
     ) -> Iterator[tuple[int, Atoms]]:
-        """Yield numbers and structures that have values; a warning names the others."""
+        """Yield numbers and structures that have values; a warning names the others.
+
+        Parameters
+        ----------
+        numbered : iterable of (int, Atoms)
+            Numbers of structures in the input, and the structures.
+        forces, stress : bool
+            Whether these are computed, in addition to the energies.
+        """
         remaining = iter(numbered)
         while block := list(itertools.islice(remaining, 512)):  # before any of them is used
             indices, frames = zip(*block, strict=True)

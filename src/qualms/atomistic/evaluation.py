@@ -62,8 +62,16 @@ def find_references(
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
-    Forces and stresses that no structure has are left out. The species are those that the model is
-    trained on; structures with others are an error, or left out (``unknown_species="skip"``).
+    Forces and stresses that no structure has are left out.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    settings : Settings
+    species : sequence of int
+        Atomic numbers that the model is trained on.
+    unknown_species : {"error", "skip"}
+        Whether structures with other species are an error, or left out.
     """
     labels = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = labels.frames, None
@@ -76,7 +84,9 @@ def find_references(
         key = settings.keys.get(name)
         if key is not None and (values := find(frames, key, required=False)):
             references[name] = _components(values, frames, of_atoms=KINDS[name].of_atoms)
-    used = sorted({int(i) for one in references.values() for i in np.unique(one.structure)})
+    used = sorted(
+        {int(i) for reference in references.values() for i in np.unique(reference.structure)}
+    )
     for i in used:
         check_structures([frames[i]], first=i)
     others = {i: {*frames[i].numbers.tolist()} - {*species} for i in used}
@@ -89,8 +99,15 @@ def find_references(
             "out with `unknown_species='skip'`, or train with these elements.",
             parameter="frames",
         )
-    kept = {name: one.some(~np.isin(one.structure, unknown)) for name, one in references.items()}
-    return {n: replace(one, n_unknown=len(unknown)) for n, one in kept.items() if len(one.y)}
+    kept = {
+        name: reference.some(~np.isin(reference.structure, unknown))
+        for name, reference in references.items()
+    }
+    return {
+        n: replace(reference, n_unknown=len(unknown))
+        for n, reference in kept.items()
+        if len(reference.y)
+    }
 
 
 def _components(
@@ -98,10 +115,10 @@ def _components(
 ) -> References:
     """Return the known components of forces (n_atoms, 3) or stresses (6,) by structure."""
     tables = {i: np.atleast_2d(values[i]) for i in sorted(values)}
-    known = {i: np.argwhere(np.isfinite(table)) for i, table in tables.items()}
-    row, component = np.concatenate([*known.values()]).T
+    places = {i: np.argwhere(np.isfinite(table)) for i, table in tables.items()}
+    row, component = np.concatenate([*places.values()]).T
     y = np.concatenate([table[np.isfinite(table)] for table in tables.values()])
-    structure = np.repeat(np.array([*known], dtype=np.intp), [len(k) for k in known.values()])
+    structure = np.repeat(np.array([*places], dtype=np.intp), [len(k) for k in places.values()])
     n_components = 3 * sum(map(len, frames)) if of_atoms else 6 * len(frames)
     missing = n_components - len(y)
     return References(y, structure, row if of_atoms else None, component, missing)
@@ -287,7 +304,7 @@ class _Points:
     extrapolates: BoolArray  #: (n,)
 
     def some(self, which: BoolArray) -> _Points:
-        """Return some of the points."""
+        """Return the points where a mask (n,) is true."""
         return replace(
             self,
             references=self.references.some(which),
@@ -324,7 +341,18 @@ class _Points:
     ) -> Evaluation:
         """Score the prediction, and those of models with other calibrations.
 
-        Values are multiplied by a factor, and have these units; they are per atom or per structure.
+        Parameters
+        ----------
+        model : AtomisticModel
+        frames : sequence of Atoms
+        others : mapping of str to Fitted
+            The model with other methods of calibration, by method.
+        factor : float
+            From the units of the model to `units`.
+        units : str
+            Of the values in the evaluation.
+        per : {"atom", "structure"}, optional
+            Whether an extensive target is per atom or per structure.
         """
         fitted, name = model.fitted, self.quantity
         has_score = (self.prediction[self.place].std > 0) & (self.raw(fitted).std > 0)

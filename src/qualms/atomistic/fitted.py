@@ -116,7 +116,19 @@ class Record(Document):
 def describe_size(
     n: int, curve: Mapping[int, float], limit: str, settings: Settings, quantity: str
 ) -> str:
-    """Return a text on the number of representatives that was chosen by errors of a quantity."""
+    """Return a text on the number of representatives that was chosen by errors of a quantity.
+
+    Parameters
+    ----------
+    n : int
+        Number of representatives.
+    curve : mapping of int to float
+        Typical out-of-bag error for each number of representatives, increasing.
+    limit : str
+        What limits the number: "effort", or words for the text.
+    settings : Settings
+    quantity : str
+    """
     limit = f'effort="{settings.effort}"' if limit == "effort" else limit
     if n not in curve:
         return f"{n:,} (limited by {limit})"

@@ -219,8 +219,15 @@ def fill_rows(
 ) -> None:
     """Fill in the kernel rows of a training set.
 
-    Averages over environments go to `energies` (n_structures, M); rows of forces, and of virials
-    per atom, that have labels are added to `others` (n_rows, M).
+    Parameters
+    ----------
+    energies : (n_structures, M) array
+        Is filled with averages over environments.
+    others : (n_rows, M) array
+        Rows of forces, and of virials per atom, that have labels are added to it.
+    frames : sequence of Atoms
+    labels : ForceLabels
+    terms : sequence of KernelTerm
     """
     strain = labels.n_with_virial > 0
     sizes = np.array([len(atoms) for atoms in frames])
@@ -248,7 +255,15 @@ def _add_rows(others: Float64Array, places: IntArray, values: Float64Array) -> N
 
 
 def derivative_rows(term: KernelTerm, tape: Tape, *, strain: bool = False) -> Derivatives:
-    """Return the kernel rows of a batch for one term of the kernel."""
+    """Return the kernel rows of a batch for one term of the kernel.
+
+    Parameters
+    ----------
+    term : KernelTerm
+    tape : Tape
+    strain : bool
+        Whether there are rows of virials.
+    """
     n, M = len(tape.x), len(term.representatives)
     n_structures = len(tape.structures)
     rows = _no_derivatives(n_structures, len(tape.atoms), M, strain)

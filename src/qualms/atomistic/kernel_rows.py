@@ -107,7 +107,14 @@ class Basis:
 
 
 def normalized(K: FloatArray, of_rows: FloatArray, of_columns: FloatArray) -> FloatArray:
-    """Return the kernel (n, M) divided by √(k_xx k_mm); K itself if these (n,), (M,) are one."""
+    """Return the kernel divided by √(k_xx k_mm); K itself if all of these are one.
+
+    Parameters
+    ----------
+    K : (n, M) array
+    of_rows, of_columns : (n,) and (M,) arrays
+        k_xx and k_mm.
+    """
     norms = [np.sqrt(diagonal) for diagonal in (of_rows, of_columns)]
     if all(np.allclose(norm, 1, atol=1e-4) for norm in norms):
         return K
@@ -132,6 +139,6 @@ def structure_novelty(novelty: Float64Array, offsets: IntArray) -> Float64Array:
 
 
 def novelty_of(similarity: FloatArray) -> FloatArray:
-    """Return one minus the largest normalised kernel of each environment, given (n, M): (n,)."""
+    """Return one minus the largest normalised kernel (n, M) of each environment: (n,)."""
     novelty: FloatArray = np.clip(1.0 - similarity.max(axis=1), 0.0, 1.0)
     return novelty

@@ -100,7 +100,14 @@ class Factor(NamedTuple):
 
 
 def factor_between(labels: Float64Array, predicted: Float64Array, n: int | None = None) -> Factor:
-    """Return how much larger labels are than predictions, both of n independent values."""
+    """Return how much larger labels are than predictions.
+
+    Parameters
+    ----------
+    labels, predicted : (m,) arrays
+    n : int, optional
+        Number of independent values among them; all, unless given.
+    """
     n = len(labels) if n is None else n
     ll, lp, pp = labels @ labels, labels @ predicted, predicted @ predicted
     if ll == 0 or pp == 0 or lp == 0:
@@ -113,8 +120,16 @@ def check_derivatives(
 ) -> set[str]:
     """Warn if forces or stresses are not derivatives of the energies by sign or size.
 
-    Phi (N, r) are the whitened kernel rows of all quantities; energies (n,) are per atom and
-    without baseline. Returns the quantities of which a warning was issued.
+    Returns the quantities of which a warning was issued.
+
+    Parameters
+    ----------
+    Phi : (N, r) array
+        Whitened kernel rows of all quantities.
+    energies : (n,) array
+        Per atom and without baseline.
+    data : TrainingSet
+    settings : Settings
     """
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
         return set()
@@ -191,6 +206,13 @@ def check_noise(noise: Mapping[str, float], data: TrainingSet, settings: Setting
     """Warn if fitted noise variances of forces, or stresses, are larger than the labels.
 
     That of energies may be, if forces tell all that there is to learn.
+
+    Parameters
+    ----------
+    noise : mapping of str to float
+        Noise variance of each quantity to check.
+    data : TrainingSet
+    settings : Settings
     """
     for name, variance in noise.items():
         square = float(np.mean(data.quantities[name].y ** 2))
@@ -234,9 +256,14 @@ def _median_square(values: Float64Array) -> float:
 def equalized(
     labels: Float64Array, predicted: Float64Array, structure: IntArray, limit: float = 1.0
 ) -> tuple[Float64Array, Float64Array]:
-    """Scale labels and predictions (n,) so that no structure has larger ones than the median.
+    """Scale labels and predictions so that no structure has larger ones than the median.
 
-    The limit is in units of the median.
+    Parameters
+    ----------
+    labels, predicted : (n,) arrays
+    structure : (n,) array of int
+    limit : float
+        The largest norm of a structure, in units of the median.
     """
     largest = np.ones(int(structure.max()) + 1)
     for values in (labels, predicted):
@@ -271,11 +298,19 @@ def find_outliers(
 ) -> IntArray:
     """Return structures whose labels are far from their out-of-bag predictions, the worst first.
 
-    Labels y (n,) are of one quantity, residuals and standard deviations (n,) out-of-bag; `copies`
-    has a number for each structure, the same for duplicates. Scales are medians over different
-    structures, which a few wrong labels do not change: an error is far larger than those of others
-    or, if wrong labels have spoilt the whole model, the label itself and its error are far outside
-    the range of labels.
+    Scales are medians over different structures, which a few wrong labels do not change: an error
+    is far larger than those of others or, if wrong labels have spoilt the whole model, the label
+    itself and its error are far outside the range of labels.
+
+    Parameters
+    ----------
+    y : (n,) array
+        Labels of one quantity.
+    residuals, std : (n,) arrays
+        Out-of-bag residuals and standard deviations.
+    structure : (n,) array of int
+    copies : array of int, optional
+        A number for each structure, the same for duplicates.
     """
     codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
     kinds = np.unique(codes if copies is None else copies[codes], return_inverse=True)[1]
@@ -301,10 +336,18 @@ def find_outliers(
 def check_copies(
     y: Float64Array, residuals: Float64Array, copies: IntArray, source: IntArray
 ) -> None:
-    """Warn if labels y (n,) of the same structure differ by more than the model errs.
+    """Warn if labels of the same structure differ by more than the model errs.
 
-    Residuals (n,) are out-of-bag. Structures of the same number among `copies` (n,) are copies;
-    their numbers among those given are `source` (n,).
+    Parameters
+    ----------
+    y : (n,) array
+        Labels.
+    residuals : (n,) array
+        Out of bag.
+    copies : (n,) array of int
+        Structures of the same number are copies.
+    source : (n,) array of int
+        Numbers of structures in the input.
     """
     typical = float(np.median(np.abs(residuals)))
     for kind in np.flatnonzero(np.bincount(copies) > 1):
@@ -322,7 +365,16 @@ def check_copies(
 
 
 def warn_of_outliers(name: str, outliers: IntArray, source: IntArray) -> None:
-    """List structures (n,) with possible label errors by their numbers among those given."""
+    """List structures with possible label errors by their numbers in the input.
+
+    Parameters
+    ----------
+    name : str
+        Of the quantity.
+    outliers : (k,) array of int
+    source : (n,) array of int
+        Numbers of all structures in the input.
+    """
     if not len(outliers):
         return
     listed = ", ".join(f"frames[{source[s]}]" for s in outliers[:_LISTED])

@@ -50,7 +50,7 @@ class Labelled:
     values: Float64Array
     #: the labelled atoms of each structure; empty unless the labels are of atoms
     rows: list[IntArray]
-    n_unlabelled: int  #: structures, or atoms of the wanted species, without a label
+    n_unlabelled: int  #: structures, or atoms of the species of the target, without a label
     n_isolated: int  #: structures tagged as isolated atoms
     isolated: dict[int, float]  #: the label of the isolated atom of each atomic number that has one
 
@@ -66,7 +66,18 @@ def labelled(
     """Return which structures, or atoms of some species, have a label, and the labels.
 
     Structures of one atom whose ``info["config_type"]`` is "isolated_atom" or "IsolatedAtom" are
-    not learned from; their labels are returned apart. There must be a label, if it is required.
+    not learned from; their labels are returned apart.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    kind : str
+        Kind of the property; labels belong to atoms if it is "atomic".
+    species : sequence of int, optional
+        Atomic numbers of the atoms whose labels are used; all, unless given.
+    required : bool
+        Whether it is an error if there is no label.
     """
     per_atom = kind == "atomic"
     values = find_targets(frames, key, per_atom=per_atom, species=species, required=required)
@@ -108,7 +119,16 @@ def find_targets(
 ) -> list[Float64Array]:
     """Return the label of each structure (1,), or those of its atoms (n_atoms,), NaN for none.
 
-    Labels of atoms of other species than those wanted are left out.
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    per_atom : bool
+        Whether labels belong to atoms.
+    species : sequence of int, optional
+        Atomic numbers of the atoms whose labels are used; all, unless given.
+    required : bool
+        Whether it is an error if there is no label.
     """
     values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
     for i, (value, place) in _find_all(frames, key, per_atom, required=required).items():
@@ -150,7 +170,15 @@ def _find_all(
 
 
 def find_label(atoms: Atoms, key: str, per_atom: bool) -> tuple[object, str] | None:
-    """Return the label of one structure and its place; see the top of this module."""
+    """Return the label of one structure and its place; see the top of this module.
+
+    Parameters
+    ----------
+    atoms : Atoms
+    key : str
+    per_atom : bool
+        Whether the label is an array of atoms.
+    """
     stored = _stored(atoms, key, per_atom)
     return next(((value, place) for value, place, predicted in stored if not predicted), None)
 
@@ -164,7 +192,7 @@ def _stored(atoms: Atoms, key: str, per_atom: bool) -> Iterator[tuple[object, st
         stored.append((key, results[key], f"{_RESULTS}[{key!r}]", atoms.calc))
     for k, value, place, calculator in stored:
         stores = (atoms.info, atoms.arrays, results)
-        uncertain = any(f"{k}_uncertainty" in one for one in stores)
+        uncertain = any(f"{k}_uncertainty" in entries for entries in stores)
         yield value, place, uncertain and is_prediction(atoms, k, value, calculator)
 
 
@@ -349,25 +377,38 @@ def force_labels(
     *,
     required: bool = True,
 ) -> ForceLabels:
-    """Return the forces and virials, by their keys, of the structures with an energy (`used`)."""
+    """Return the forces and virials of the structures with an energy.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    used : (n,) array of int
+        Structures with an energy.
+    forces, stress : str or None
+        Keys; None if they are not learned.
+    required : bool
+        Whether it is an error if there is no label, and a warning if all are zero.
+    """
     of_frames = [np.full((len(frames[i]), 3), np.nan) for i in used]
     virials = np.full((len(used), 6), np.nan)
     if forces is not None:
-        known = find_forces(frames, forces, required=required)
-        unused = [i for i in known if i not in set(used.tolist()) and not is_isolated(frames[i])]
+        vectors = find_forces(frames, forces, required=required)
+        unused = [i for i in vectors if i not in set(used.tolist()) and not is_isolated(frames[i])]
         if unused:
             warn(
                 f"{len(unused)} structures (first frames[{unused[0]}]) have {forces!r} but no "
                 "energy; their forces are not used."
             )
-        of_frames = [known.get(i, empty) for i, empty in zip(used.tolist(), of_frames, strict=True)]
+        of_frames = [
+            vectors.get(i, empty) for i, empty in zip(used.tolist(), of_frames, strict=True)
+        ]
         if required:
             _warn_if_zero([f for f in of_frames if len(f) > 1], forces)
     if stress is not None:
-        known = find_stresses(frames, stress, required=required)
+        stresses = find_stresses(frames, stress, required=required)
         for row, i in enumerate(used.tolist()):
-            if i in known:
-                virials[row] = known[i] * frames[i].cell.volume / len(frames[i])
+            if i in stresses:
+                virials[row] = stresses[i] * frames[i].cell.volume / len(frames[i])
         if required:
             _warn_if_zero([*virials], stress)
     labels = ForceLabels(of_frames, virials)
@@ -387,15 +428,23 @@ def reject_without_energy(name: str, key: str) -> NoReturn:
 
 def _warn_if_zero(labels: Sequence[Float64Array], key: str) -> None:
     """Warn if all forces, or stresses, are zero, which stands for unknown in some data sets."""
-    known = [values for values in labels if np.isfinite(values).any()]
-    if len(known) > 1 and not any(np.any(np.nan_to_num(values)) for values in known):
+    arrays = [values for values in labels if np.isfinite(values).any()]
+    if len(arrays) > 1 and not any(np.any(np.nan_to_num(values)) for values in arrays):
         warn(f"All values of {key!r} are zero. If they are unknown, omit them or write NaN.")
 
 
 def find_forces(
     frames: Sequence[Atoms], key: str, *, required: bool = True
 ) -> dict[int, Float64Array]:
-    """Return the forces (n_atoms, 3) of each structure that has some."""
+    """Return the forces (n_atoms, 3) of each structure that has some.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    required : bool
+        Whether it is an error if no structure has forces.
+    """
     places = {i: hit for i, atoms in enumerate(frames) if (hit := find_label(atoms, key, True))}
     if not places and required:
         _reject("forces", key, "label of three numbers for each atom", _present(frames, True, (3,)))
@@ -413,6 +462,13 @@ def find_stresses(
     """Return the stress (6,) of each structure that has one and a cell with a volume.
 
     Zeros beside a structure that is not periodic are taken as unknown.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    key : str
+    required : bool
+        Whether it is an error if no structure has a stress, and a warning if a cell has no volume.
     """
     if "virial" in key.casefold() and "stress" not in key.casefold():
         raise InputError(
@@ -427,10 +483,10 @@ def find_stresses(
         _reject("stress", key, "label of six numbers, or a symmetric matrix,", tensors)
     _check_shared_calculators(frames, places)
     values = {i: voigt(value, f"frames[{i}].{place}") for i, (value, place) in places.items()}
-    known = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
-    known = {i: value for i, value in known.items() if np.isfinite(value).any()}
-    stresses = {i: value for i, value in known.items() if frames[i].cell.rank == 3}
-    unused = sorted({*known} - {*stresses})
+    labels = {i: v for i, v in values.items() if frames[i].pbc.any() or np.nan_to_num(v).any()}
+    labels = {i: value for i, value in labels.items() if np.isfinite(value).any()}
+    stresses = {i: value for i, value in labels.items() if frames[i].cell.rank == 3}
+    unused = sorted({*labels} - {*stresses})
     if unused and required:
         warn(
             f"{len(unused)} structures (first frames[{unused[0]}]) have {key!r} but no cell with a "

@@ -147,7 +147,15 @@ class AtomisticModel:
     def from_fitted(
         cls, fitted: Fitted, *, threads: int | None = None, confirmed: Reference | None = None
     ) -> AtomisticModel:
-        """Return the model of a training run or of a file."""
+        """Return the model of a training run or of a file.
+
+        Parameters
+        ----------
+        fitted : Fitted
+        threads : int, optional
+        confirmed : Reference, optional
+            The reference potential that the user named, so that its code may run.
+        """
         model = cls.__new__(cls)
         model._start(fitted.settings, threads, confirmed)
         model._fitted = fitted
@@ -284,7 +292,17 @@ class AtomisticModel:
     def chunks(
         self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
     ) -> Iterator[Chunk]:
-        """Yield structures and their features in chunks; `frames` may be larger than memory."""
+        """Yield structures and their features in chunks.
+
+        Parameters
+        ----------
+        frames : iterable of Atoms, or path
+            May be larger than memory.
+        unknown_species : {"error", "ignore"}
+            Whether atoms of species that the model was not trained on are an error, or left out.
+        features : bool
+            Whether features are computed.
+        """
         if unknown_species not in ("error", "ignore"):
             raise InputError(
                 f"`unknown_species` is 'error' or 'ignore', not {unknown_species!r}.",

@@ -86,7 +86,15 @@ class ModelDocument(Document):
 
 
 def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
-    """Write a model, completely or not at all."""
+    """Write a model, completely or not at all.
+
+    Parameters
+    ----------
+    path : path-like
+    fitted : Fitted
+    force : bool
+        Whether a file that exists is replaced.
+    """
     features, tensors = fitted.representation.stored
     document = ModelDocument(
         settings=fitted.settings,
@@ -278,8 +286,8 @@ def _calibration(
 
 def _points(of: PointsDocument, table: Any) -> CalibrationData:
     columns = dict(zip(of.columns, table.T, strict=True))
-    known = {*_REQUIRED, *_OPTIONAL, "element"}
-    if not {*_REQUIRED} <= {*columns} <= known or not len(table):
+    allowed = {*_REQUIRED, *_OPTIONAL, "element"}
+    if not {*_REQUIRED} <= {*columns} <= allowed or not len(table):
         raise ValueError(f"out-of-bag points with {', '.join(columns)}")
     arrays: dict[str, Any] = {name: np.ascontiguousarray(v) for name, v in columns.items()}
     if any(np.any(v < 0) for name, v in arrays.items() if name != "residuals"):

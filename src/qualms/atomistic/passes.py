@@ -247,6 +247,13 @@ def select_points(
     For farthest points, both steps leave every environment within twice the optimal covering radius
     of a pick, as the plain algorithm does; together, at most twice as far. Features (n, d) of the
     parts, which are consecutive, are returned as well if they are kept.
+
+    Parameters
+    ----------
+    problem : TrainingProblem
+    representation : Representation
+    workers : Workers
+    stages : Stages
     """
     settings, data = problem.settings, problem.data
     edges = structure_blocks(data.offsets, part_size(settings, data))
@@ -288,6 +295,20 @@ def candidates(
     """Return candidates of a part: representatives selected in it, or all if it is alone.
 
     Features of all environments are returned as well, if they are to be cached.
+
+    Parameters
+    ----------
+    part : TrainingSet
+    settings : Settings
+    representation : Representation
+    n_processes : int
+        Processes that compute features.
+    alone : bool
+        Whether there is no other part.
+    cached : bool
+        Whether features are to be cached.
+    count : callable or None
+        Is called with numbers of environments that are done.
     """
     shape, done = (part.n_environments, representation.n_features), 0
     X = np.empty(shape, dtype=representation.dtype)
@@ -311,7 +332,16 @@ def candidates(
 def whitened_points(
     environments: Environments, kernel: Kernel, settings: Settings, stages: Stages
 ) -> Representatives:
-    """Select representatives among candidates, and drop those that others describe to rounding."""
+    """Select representatives among candidates, and drop those that others describe to rounding.
+
+    Parameters
+    ----------
+    environments : Environments
+        Candidates.
+    kernel : Kernel
+    settings : Settings
+    stages : Stages
+    """
     rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
     X, n = environments.features, min(settings.n_selected, len(environments.features))
     with stages.stage("Representatives", n) as advance:

@@ -267,7 +267,7 @@ class Chunk:
         """Number of atoms of each structure if the target is extensive, otherwise one."""
         if self.fitted.settings.kind != "extensive":
             return np.ones(len(self.frames))
-        return np.array([len(known) for known in self.known], dtype=np.float64)
+        return np.array([len(atoms) for atoms in self.known], dtype=np.float64)
 
     @property
     def factors(self) -> Float64Array:
@@ -342,17 +342,17 @@ def stream_chunks(
                     parameter="frames",
                 )
             used = np.flatnonzero(is_known)
-            known = atoms if len(used) == len(atoms) else atoms[used]
-            inside = centers_of(known.numbers, fitted)
-            waiting.append((atoms, known, used[inside]))
-            yield known, inside
+            reduced = atoms if len(used) == len(atoms) else atoms[used]
+            inside = centers_of(reduced.numbers, fitted)
+            waiting.append((atoms, reduced, used[inside]))
+            yield reduced, inside
 
     representation, some, first = fitted.representation, structures(), 0
     batches = stream_features(representation, some, n_workers=threads, batch=batch)
     for part in batches if features else _without_features(some, batch):
         taken = [waiting.popleft() for _ in part.sizes]
-        originals, known, centers = (list(column) for column in zip(*taken, strict=True))
-        yield Chunk(originals, known, centers, part, fitted, first)
+        originals, reduced, centers = (list(column) for column in zip(*taken, strict=True))
+        yield Chunk(originals, reduced, centers, part, fitted, first)
         first += len(originals)
 
 
@@ -376,15 +376,25 @@ def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
 
 def differs_in_state(atoms: Atoms, fitted: Fitted) -> list[str]:
     """Return in which charges and spins a structure differs from all of the training, if known."""
-    known = fitted.record.state
-    if known is None:
+    training_state = fitted.record.state
+    if training_state is None:
         return []
     state = dict(state_of(atoms, fitted.settings.keys.values()))
-    return [k for k in sorted({*known, *state}) if known.get(k) != state.get(k)]
+    return [k for k in sorted({*training_state, *state}) if training_state.get(k) != state.get(k)]
 
 
 def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
-    """Warn of a structure with another charge or spin than those of the training."""
+    """Warn of a structure with another charge or spin than those of the training.
+
+    Returns whether a warning was issued.
+
+    Parameters
+    ----------
+    atoms : Atoms
+    fitted : Fitted
+    index : int
+        Number of the structure in the input.
+    """
     keys = differs_in_state(atoms, fitted)
     if keys:
         warnings.warn(
@@ -423,6 +433,15 @@ def predict_chunk(
     A quantity that the model was trained on has a calibration of its own. Otherwise the members of
     the forces on all atoms of a structure, those of its stress, and the contributions of its atoms
     are scaled about their means by the factor that calibrates the target.
+
+    Parameters
+    ----------
+    chunk : Chunk
+    request : Request
+    potential : Potential, optional
+        Predicts derivatives; not needed if there are features.
+    reference : BaselinePotential, optional
+        Its values are added.
     """
     fitted = chunk.fitted
     raw = (
@@ -494,7 +513,14 @@ def predict_chunk(
 def reference_values(
     chunk: Chunk, request: Request, reference: BaselinePotential
 ) -> PotentialValues:
-    """Return values of the reference potential; errors name structures by their numbers."""
+    """Return values of the reference potential; errors name structures by their numbers.
+
+    Parameters
+    ----------
+    chunk : Chunk
+    request : Request
+    reference : BaselinePotential
+    """
     indices = range(chunk.first, chunk.first + len(chunk.frames))
     return reference.evaluate(
         chunk.known, forces=request.derivatives, stress=request.stress, indices=indices
@@ -565,7 +591,16 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
 
 
 def member_energies(fitted: Fitted, design: Float64Array, energies: Float64Array) -> Float64Array:
-    """Return averages by each member (n, N_R), with intercepts and baselines."""
+    """Return averages by each member (n, N_R), with intercepts and baselines.
+
+    Parameters
+    ----------
+    fitted : Fitted
+    design : (n, S) array
+        Composition of structures, as in `structure_design`.
+    energies : (n, N_R) array
+        Averages without intercepts and baselines.
+    """
     return energies + fitted.intercepts + fitted.baseline.predict_members(design)
 
 
@@ -587,9 +622,9 @@ def _reasons(chunk: Chunk, learned: Prediction, novelty: Float64Array) -> list[s
     if not fitted.per_atom:
         determined = fitted.baseline.is_determined(chunk.design)
     reasons = []
-    for s, (atoms, known) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
+    for s, (atoms, reduced) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
         texts = []
-        if len(atoms) > len(known):
+        if len(atoms) > len(reduced):
             others = {*atoms.numbers.tolist()} - {*fitted.representation.species}
             texts.append(f"elements {symbols_of(sorted(others))} are unknown")
         if keys := differs_in_state(atoms, fitted):

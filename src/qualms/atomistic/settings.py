@@ -95,9 +95,9 @@ class Reference(BaseModel):
         """Return the key of a quantity: given, or that of the energy with the other word."""
         if self.key is None or quantity == "energy":
             return self.key
-        given: str | None = getattr(self, quantity)
+        key: str | None = getattr(self, quantity)
         derived = self.key.replace("energy", quantity) if "energy" in self.key else None
-        return given or derived
+        return key or derived
 
     @field_validator("then", mode="before")
     @classmethod
@@ -453,10 +453,14 @@ class Settings(BaseModel):
         names = ("composition", "mean", "atoms", "none")
         if isinstance(value, str) and reference is None and value not in names:
             calculators = [f"{n}:{m}" for n, ms in CALCULATORS.items() for m in ms or ("",)]
-            known = (*names, "backbone", *(one.rstrip(":") for one in calculators))
+            baselines = (
+                *names,
+                "backbone",
+                *(calculator.rstrip(":") for calculator in calculators),
+            )
             raise InputError(
-                f"There is no baseline {value!r}. Use one of {', '.join(known)}, or the import "
-                f"path of a calculator, package.module:callable.{did_you_mean(value, known)}",
+                f"There is no baseline {value!r}. Use one of {', '.join(baselines)}, or the import "
+                f"path of a calculator, package.module:callable.{did_you_mean(value, baselines)}",
                 parameter="baseline",
             )
         return _by_number(value) if reference is None else reference
@@ -478,7 +482,16 @@ class Settings(BaseModel):
 
 
 def as_number(species: str | int, parameter: str, others: Iterable[str] = ()) -> int:
-    """Return the atomic number of a symbol or number in a parameter, which may have others."""
+    """Return the atomic number of a chemical symbol or number.
+
+    Parameters
+    ----------
+    species : str or int
+    parameter : str
+        Name of the parameter that has the symbol, for the error.
+    others : iterable of str
+        Words that the parameter may have as well.
+    """
     text = str(species).strip()
     if text.isdigit() and 0 < int(text) < len(chemical_symbols):
         return int(text)
@@ -568,8 +581,8 @@ def _check_reference(settings: Settings, reference: Reference) -> None:
             f"{settings.kind}. Use 'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
-    own = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
-    if any(target == key for target, key in own.items()):
+    keys = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
+    if any(target == key for target, key in keys.items()):
         raise InputError(
             f"The baseline has the {reference.name}, which is that of the labels. Name the key of "
             "other energies.",
@@ -589,7 +602,15 @@ def with_representation(
 ) -> tuple[Settings, str]:
     """Return settings with the representation for some species, and what was chosen and why.
 
-    The text is empty if there was nothing to choose. Most structures are periodic, or not.
+    The text is empty if there was nothing to choose.
+
+    Parameters
+    ----------
+    settings : Settings
+    species : sequence of int
+        Atomic numbers in the training set.
+    periodic : bool
+        Whether most structures are periodic.
     """
     chosen = ""
     if isinstance(settings.representation, dict):
@@ -621,8 +642,8 @@ def _first_problem(error: ValidationError) -> InputError:
         return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
     if problem["type"] == "extra_forbidden":
-        known = [*Settings.model_fields]
-        similar = did_you_mean(name, known) or f" There are {', '.join(known)}."
+        parameters = [*Settings.model_fields]
+        similar = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
         return InputError(f"There is no parameter {name!r}.{similar}", parameter=name)
     # A value that may be of several types has a problem with each of them.
     expected = [

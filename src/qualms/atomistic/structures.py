@@ -270,8 +270,8 @@ def _cut(stream: Iterator[str]) -> Iterator[Atoms]:
         size = int(line)
         lines = [line, *itertools.islice(stream, size + 1)]
         if len(lines) < size + 2:
-            found = max(len(lines) - 2, 0)
-            raise ValueError(f"line {number}: the file ends after {found} of {size} atoms")
+            n_atoms = max(len(lines) - 2, 0)
+            raise ValueError(f"line {number}: the file ends after {n_atoms} of {size} atoms")
         if sum(map(int, _COLUMNS.findall(lines[1]))) > _MOST_COLUMNS:  # ASE would list them all
             raise ValueError(f"line {number + 1}: more than {_MOST_COLUMNS} columns")
         line = next(stream, "")
@@ -617,7 +617,16 @@ def composition(frames: Sequence[Atoms], species: Sequence[int]) -> Float64Array
 
 
 def check_species(frames: Sequence[Atoms], known: Sequence[int], *, first: int = 0) -> None:
-    """Reject structures with unknown species; the first structure has the number `first`."""
+    """Reject structures with unknown species.
+
+    Parameters
+    ----------
+    frames : sequence of Atoms
+    known : sequence of int
+        Atomic numbers that the model was trained on.
+    first : int
+        Number of the first structure in the input.
+    """
     unknown = {i: {*atoms.numbers.tolist()} - {*known} for i, atoms in enumerate(frames, first)}
     structures = [i for i, species in unknown.items() if species]
     if structures:

@@ -183,7 +183,16 @@ def fit(
 
 
 def resolve(settings: Settings, census: Census, workers: Workers, threads: int) -> TrainingProblem:
-    """Choose everything that is open: representation, forces, baseline, size, and memory."""
+    """Choose everything that is open: representation, forces, baseline, size, and memory.
+
+    Parameters
+    ----------
+    settings : Settings
+    census : Census
+    workers : Workers
+    threads : int
+        Of this process.
+    """
     data, limit = census.data, parse_memory(settings.memory)
     update: dict[str, Any] = {"memory": None, "threads": None}
     if settings.per_atom and settings.species is None:
@@ -354,6 +363,15 @@ def memory_needed(
 
     0.5 GB is for the interpreter and libraries, 0.25 GB for those of each process that computes
     features.
+
+    Parameters
+    ----------
+    settings : Settings
+    data : TrainingSet
+    n_workers : int
+        Workers, or processes that compute features.
+    cached : bool
+        Whether features of all environments are kept in memory.
     """
     n, M = data.n_environments, min(settings.n_selected, data.n_environments)
     d, d_raw = n_features(settings, data)
@@ -389,7 +407,7 @@ def memory_needed(
     n_tasks = data.n_rows // rows_of_task(M) + 1
     waiting = (min(AHEAD * n_workers, n_tasks) + 1) * len(data.quantities) * square
     features = size * n * d if cached else 0.0
-    one = max(
+    peak = max(
         compressing,
         batch + (features + picking if cached and n_parts == 1 else features + selecting),
         features + joining + picking + 3 * square,
@@ -399,7 +417,7 @@ def memory_needed(
     return MemoryNeeded(
         driver=base + max(joining + picking + 3 * square, solving, sums + kept + waiting),
         worker=base + batch + max(selecting, summing),
-        together=base + one,
+        together=base + peak,
     )
 
 
@@ -461,6 +479,12 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Sp
 
     The prior variance of the weights gives the target its variance, Eq. (17), Musil et al. 2019; or
     forces and virials theirs, if they are learned.
+
+    Parameters
+    ----------
+    rows : Rows
+    problem : TrainingProblem
+    stages : Stages
     """
     settings, quantities, kept = problem.settings, rows.sample.quantities, rows.kept
     with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.points)):
@@ -479,8 +503,15 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Sp
 def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float64Array, IntArray]:
     """Return errors of the full model without the group of a row, and the groups.
 
-    Of some groups that have labels of a quantity, with about so many rows; with all
-    representatives.
+    They are the errors of some groups, with all representatives.
+
+    Parameters
+    ----------
+    model : SparseModel
+    name : str
+        Quantity that the groups have labels of.
+    n_rows : float
+        Number of rows that the groups have together, about.
     """
     kept, full = model.rows.kept, model.full
     codes = np.unique(kept.groups, return_inverse=True)[1]
@@ -506,6 +537,12 @@ def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseMo
     From the largest on, the number is halved as long as that raises the typical error of groups
     that are left out by less than `_GAIN` of the effort; the error is that of the quantity with
     most labels.
+
+    Parameters
+    ----------
+    rows : Rows
+    problem : TrainingProblem
+    stages : Stages
     """
     settings, quantities = problem.settings, problem.data.quantities
     model = chosen = fit_sparse_model(rows, problem, stages)
@@ -559,7 +596,15 @@ class Ensemble:
 def fit_ensemble(
     model: SparseModel, problem: TrainingProblem, baseline: Baseline, stages: Stages
 ) -> Ensemble:
-    """Solve all members, and predict the rows that are kept by each."""
+    """Solve all members, and predict the rows that are kept by each.
+
+    Parameters
+    ----------
+    model : SparseModel
+    problem : TrainingProblem
+    baseline : Baseline
+    stages : Stages
+    """
     settings, rows, sample = problem.settings, model.rows, model.rows.sample
     S, r = settings.n_subsampled, len(rows.points)
     columns = np.zeros((len(baseline.full) + 2, 1, S))
@@ -601,7 +646,15 @@ class OutOfBagRows:
 def predict_out_of_bag(
     model: SparseModel, settings: Settings, members: Mapping[str, Float64Array]
 ) -> dict[str, OutOfBagRows]:
-    """Return predictions of kept rows by members (n, S) of each quantity, and the full model."""
+    """Return predictions of kept rows by members and the full model, for each quantity.
+
+    Parameters
+    ----------
+    model : SparseModel
+    settings : Settings
+    members : mapping of str to (n, S) array
+        Predictions of the kept rows of each quantity by all members.
+    """
     rows, out_of_bag = model.rows, {}
     full = None
     if settings.centre != "members" or settings.n_drawn:
@@ -672,8 +725,17 @@ def choose_centre(out_of_bag: Mapping[str, OutOfBagRows], settings: Settings) ->
 def collect_points(name: str, of: OutOfBagRows, centre: float, source: IntArray) -> CalibrationData:
     """Return the out-of-bag points of a quantity.
 
-    Components of vectors that are zero by symmetry are left out. Structures have the numbers
-    `source` among those that were given.
+    Components of vectors that are zero by symmetry are left out.
+
+    Parameters
+    ----------
+    name : str
+        Of the quantity.
+    of : OutOfBagRows
+    centre : float
+        λ, from 0 for the full model to 1 for the ensemble mean.
+    source : (n_structures,) array of int
+        Numbers of structures in the input.
     """
     quantity = of.quantity
     if of.full is not None:
@@ -767,6 +829,17 @@ def calibrate_quantities(
 
     A target without errors is not calibrated; nor are forces, or stresses, of too few structures,
     for which the factor of the energy is used.
+
+    Parameters
+    ----------
+    out_of_bag : mapping of str to OutOfBagRows
+    settings : Settings
+    centre : float
+        λ, from 0 for the full model to 1 for the ensemble mean.
+    source : (n_structures,) array of int
+        Numbers of structures in the input.
+    is_constant : bool
+        Whether all targets are the same.
     """
     n = {"n_subsampled": settings.n_subsampled, "n_posterior": settings.n_drawn}
     target = out_of_bag[TARGET]
@@ -844,8 +917,17 @@ def check_labels(
 ) -> None:
     """List structures whose labels are far from their out-of-bag predictions.
 
-    Where too few members are without a row, the full model without it is used. Structures of the
-    same number among `copies` (n,) are duplicates.
+    Where too few members are without a row, the full model without it is used.
+
+    Parameters
+    ----------
+    out_of_bag : mapping of str to OutOfBagRows
+    copies : (n_structures,) array of int
+        Structures of the same number are duplicates.
+    source : (n_structures,) array of int
+        Numbers of structures in the input.
+    per_atom : bool
+        Whether the target belongs to atoms.
     """
     for name, of in out_of_bag.items():
         quantity = of.quantity
@@ -868,7 +950,15 @@ def check_labels(
 def calibrate(
     ensemble: Ensemble, problem: TrainingProblem, representation: Representation, stages: Stages
 ) -> Fitted:
-    """Choose what is predicted, add posterior members, and calibrate each quantity out of bag."""
+    """Choose what is predicted, add posterior members, and calibrate each quantity out of bag.
+
+    Parameters
+    ----------
+    ensemble : Ensemble
+    problem : TrainingProblem
+    representation : Representation
+    stages : Stages
+    """
     settings, model, baseline = problem.settings, ensemble.model, ensemble.baseline
     rows, sample, r = model.rows, model.rows.sample, len(model.rows.points)
     with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):

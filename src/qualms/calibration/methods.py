@@ -741,7 +741,19 @@ class SourcesCalibration(Calibration):
         novelty_std: FloatArray | None = None,
         n_posterior: int | None = None,
     ) -> Float64Array:
-        """Return the calibrated standard deviation; p is exact if `n_posterior` is not given."""
+        """Return the calibrated standard deviation.
+
+        Parameters
+        ----------
+        ensemble_std : (…) array
+            ŝ.
+        n_members : int or (…) array of int
+            Number of members that ŝ is taken over.
+        posterior_std, novelty_std : (…) arrays, optional
+            p and q.
+        n_posterior : int, optional
+            Number of posterior members that p is taken over; p is exact if not given.
+        """
         s2 = self.expected_square(ensemble_std, n_members, posterior_std, n_posterior)
         n = np.asarray(n_members, dtype=np.float64)
         variance = (self.alpha**2 + self.centre**2 / n) * s2 + self.floor**2
@@ -803,7 +815,7 @@ def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
 def _choose_sources(
     data: CalibrationData, columns: Mapping[str, Float64Array], offset: Float64Array
 ) -> tuple[str, ...]:
-    """Return those sources whose AIC is the smallest.
+    """Return the sources of the smallest AIC.
 
     2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of their weights w. `columns` are the
     squares that the squares of the coefficients multiply; `offset` is added.

@@ -364,7 +364,7 @@ def _moments(
 
 
 def _like(key: str, values: Float64Array, shape: tuple[int, ...]) -> Float64Array:
-    """Return all values in one array, if they have as many components as this shape."""
+    """Return values as a flat array; reject other numbers of components than this shape has."""
     if key == "stress" and values.shape[1:] == (6,) and np.prod(shape) == 9:
         # ASE turns the nine numbers of a stress into six.
         values = voigt_6_to_full_3x3_stress(values)  # type: ignore[no-untyped-call]

@@ -97,7 +97,16 @@ class RepresentationSettings(BaseModel, ABC):
 
     @abstractmethod
     def fit(self, species: Sequence[int], problem: Problem, sample: Sample) -> Representation:
-        """Return a representation; a sample is taken only if something is fitted to it."""
+        """Return a representation, fitted to a sample of structures if it has anything to fit.
+
+        Parameters
+        ----------
+        species : sequence of int
+            Atomic numbers.
+        problem : Problem
+        sample : callable
+            Returns the sample; is called only if something is fitted to it.
+        """
 
     @abstractmethod
     def build(
@@ -106,7 +115,15 @@ class RepresentationSettings(BaseModel, ABC):
         document: RepresentationDocument,
         tensors: Mapping[str, FloatArray],
     ) -> Representation:
-        """Return a representation from a file; a `ValueError` if its parts do not fit together."""
+        """Return a representation from a file; a `ValueError` if its parts do not fit together.
+
+        Parameters
+        ----------
+        species : tuple of int
+            Atomic numbers.
+        document : RepresentationDocument
+        tensors : mapping of str to array
+        """
 
 
 Settings = TypeVar("Settings", bound=RepresentationSettings)
@@ -117,7 +134,13 @@ def validated(
 ) -> Settings:
     """Return the hyper-parameters of a dict; an `InputError` names the first that is wrong.
 
-    It names those with some `names` without their place in the document.
+    Parameters
+    ----------
+    kind : type
+        Class of the hyper-parameters.
+    document : mapping of str to object
+    names : collection of str
+        Parameters that the error names without their place in the document.
     """
     try:
         return kind.model_validate(document)
@@ -252,9 +275,15 @@ class DifferentiableFeatures(Protocol):
     ) -> Iterator[Tape]:
         """Yield all environments in batches; those of a structure may come in several of them.
 
-        Gradients are those that will be needed: none, "positions", or "positions" and "strain".
-        Without any, a tape has features alone. Changes with the positions of atoms that are not
-        `moving` (n_atoms,), counted through all structures, may be left out.
+        Parameters
+        ----------
+        frames : sequence of Atoms
+        gradients : sequence of str
+            Those that will be needed: none, "positions", or "positions" and "strain". Without any,
+            a tape has features alone.
+        moving : (n_atoms,) array of bool, optional
+            Atoms, counted through all structures, that move; changes with the positions of others
+            may be left out.
         """
         ...
 
@@ -393,10 +422,17 @@ def stream_features(
     n_workers: int = 1,
     batch: int = BATCH,
 ) -> Iterator[Batch]:
-    """Yield the features of structures, in order, in batches of about `batch` environments.
+    """Yield the features of structures, in order, in batches.
 
-    The structures, (Atoms, centers), may come from a generator that reads a file. They are shared
-    among worker processes if there are at least `Representation.serial` environments.
+    Parameters
+    ----------
+    representation : Representation
+    structures : iterable of (Atoms, (n,) array of int)
+        Structures and the centers in them, perhaps from a generator that reads a file.
+    n_workers : int
+        Processes, which are used if there are at least `Representation.serial` environments.
+    batch : int
+        Environments in a batch, about.
     """
     tasks, compute = _tasks(structures, batch), partial(_compute, representation=representation)
     head: list[_Task] = []
@@ -445,6 +481,13 @@ def in_processes(
     """Yield the result of each task in order, computed by processes of one thread each.
 
     A few are computed ahead: `joblib.Parallel` would not wait for the consumer.
+
+    Parameters
+    ----------
+    function : callable
+    tasks : iterable
+    n_workers : int
+        Number of processes.
     """
     single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
     global _executor

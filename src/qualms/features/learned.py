@@ -520,9 +520,9 @@ class NetworkTape(Tape):
         pull_back, n_raw = self._evaluated[1], self.representation.n_raw
         assert pull_back is not None, "derivatives were requested"
         n, R = slopes.shape[:2]
-        own = np.searchsorted(self.representation.species, self.numbers) * n_raw
+        starts = np.searchsorted(self.representation.species, self.numbers) * n_raw
         # Slopes by the features of other species are multiplied with zeros.
-        first = np.searchsorted(columns, own)
+        first = np.searchsorted(columns, starts)
         b = np.stack([slopes[i, :, k : k + n_raw] for i, k in enumerate(first)], axis=1)
         positions, strain = map(np.asarray, pull_back(b.reshape(R, n, -1)))
         shapes = (R, n, 3), (R, len(self.frames), 3, 3)
@@ -559,9 +559,9 @@ class NetworkTape(Tape):
                     pairs.append((atoms.positions + shift, cell, atoms.positions - shift, cell))
                 change = self._differences(atoms, pairs).reshape(len(moving), 3, n, k)
                 for z in np.unique(atoms.numbers):
-                    own = np.flatnonzero(atoms.numbers == z)
-                    i, j = (a.ravel() for a in np.meshgrid(own, moving, indexing="ij"))
-                    values = change[:, :, own].transpose(2, 0, 1, 3).reshape(-1, 3, k)
+                    centers = np.flatnonzero(atoms.numbers == z)
+                    i, j = (a.ravel() for a in np.meshgrid(centers, moving, indexing="ij"))
+                    values = change[:, :, centers].transpose(2, 0, 1, 3).reshape(-1, 3, k)
                     columns = np.searchsorted(species, z) * k + np.arange(k)
                     yield Changes(i + first, j + first, columns, values, complete=True)
 

@@ -469,13 +469,13 @@ class Metatomic(TorchNetwork):
                 pbc=pbc,
             )
             for options in self._lists:
-                own = (graph.batch[centre] == s) & (distances <= options.engine_cutoff("angstrom"))
+                mask = (graph.batch[centre] == s) & (distances <= options.engine_cutoff("angstrom"))
                 if not options.full_list:
-                    own &= _once(centre, neighbour, graph.images)
-                pairs = torch.stack([centre[own], neighbour[own]], dim=1) - int(edges[s])
-                samples = torch.cat([pairs, graph.images[own]], dim=1).to(torch.int32)
+                    mask &= _once(centre, neighbour, graph.images)
+                pairs = torch.stack([centre[mask], neighbour[mask]], dim=1) - int(edges[s])
+                samples = torch.cat([pairs, graph.images[mask]], dim=1).to(torch.int32)
                 block = TensorBlock(
-                    values=graph.vectors[own].to(self._dtype)[:, :, None],
+                    values=graph.vectors[mask].to(self._dtype)[:, :, None],
                     samples=Labels(_SAMPLES, samples),
                     components=[Labels.range("xyz", 3)],
                     properties=Labels.range("distance", 1),

@@ -256,18 +256,18 @@ class SoapTape(Tape):
             owners, atoms = moves.owners[begin:end], moves.atoms[begin:end]
             products = self._products([d[begin:end] for d in moves.densities], owners)
             for a, z in enumerate(self.species):
-                is_own = (moves.species[begin:end] == a) & ~moves.is_center[begin:end]
-                if len(own := np.flatnonzero(is_own)):
-                    columns, values = self._projected(products[own], z)
-                    yield Changes(owners[own], atoms[own], columns, values)
+                has_species = (moves.species[begin:end] == a) & ~moves.is_center[begin:end]
+                if len(rows := np.flatnonzero(has_species)):
+                    columns, values = self._projected(products[rows], z)
+                    yield Changes(owners[rows], atoms[rows], columns, values)
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q)."""
         n, n_radial = len(self.owners), self.features.engine.scale.n_radial
         changes = np.zeros((n, 6, self.features.n_features))
         for a, z in enumerate(self.species):
-            own = slice(a * n_radial, (a + 1) * n_radial)
-            densities = [d[:, *VOIGT][..., own] for d in self.strain]
+            radial = slice(a * n_radial, (a + 1) * n_radial)
+            densities = [d[:, *VOIGT][..., radial] for d in self.strain]
             columns, values = self._projected(self._products(densities, np.arange(n)), z)
             changes[:, :, columns] += values
         return changes

@@ -280,7 +280,16 @@ class _Search:
         level.seen[current] = len(self.indices)
 
     def nearest(self, X: FloatArray, norms: Float64Array, first: int, last: int) -> Float64Array:
-        """Squared distance of every row to the nearest of the picks ``first`` to ``last − 1``."""
+        """Return the squared distance of every row to the nearest of some picks.
+
+        Parameters
+        ----------
+        X : (n, D) array
+        norms : (n,) array
+            Squared norms of the rows.
+        first, last : int
+            The picks are ``first`` to ``last − 1``.
+        """
         # d² = |x|² + 2 (|c|²/2 − x·c): the minimum over picks needs only the parenthesis.
         if last - first > 1:
             halves = _products(X, self.rows[first:last])

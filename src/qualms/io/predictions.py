@@ -263,7 +263,7 @@ class _CSVWriter(PredictionWriter):
 
 
 class _ParquetWriter(PredictionWriter):
-    """The same table by pyarrow, in groups of at least 10,000 rows."""
+    """Writes predictions as a Parquet table, in groups of at least 10,000 rows."""
 
     _writer: Any = None
     _n_rows = 0
