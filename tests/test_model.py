@@ -400,6 +400,7 @@ def test_invalid_structures_and_options(molecules, energy_model):
         (lambda: energy_model.predict_pp(molecules[0]), "frames"),
         (lambda: energy_model.predict(molecules[:1], unknown_species="skip"), "unknown_species"),
         (lambda: energy_model.predict([Atoms()]), "frames[0]"),
+        (lambda: make_model().fit(["a.xyz", "b.xyz"]), "frames[0]"),
         (lambda: energy_model.target_atoms(molecules[:1]), "kind"),
         (lambda: make_model().fit(molecules[0]), "frames"),
         (lambda: make_model().fit(molecules, [a.info[ENERGY] for a in molecules]), "y"),
@@ -568,6 +569,9 @@ def test_stresses_of_structures_without_a_volume_are_not_known(alloys, force_mod
     np.testing.assert_allclose(found.stress.std, alone.std, rtol=1e-9)
     np.testing.assert_allclose(found[2].stress.std, alone.std[1], rtol=1e-9)
     assert len(found.forces) == 12
+    assert found[1].forces.shape == (4, 3)
+    with pytest.raises(AttributeError, match="no volume"):
+        _ = found[1].stress
     with rejects("stress"):
         force_model.predict(mixed[1:2], stress=True)
 

@@ -433,6 +433,14 @@ def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None)
         raise InputError(
             "There are no structures; at least 2 with a label are needed.", parameter="frames"
         )
+    if not isinstance(frames, FrameFiles):
+        for i, atoms in enumerate(frames):
+            if not isinstance(atoms, Atoms):
+                raise InputError(
+                    f"Structure {i} is an object of type {type(atoms).__name__}, not ase.Atoms. "
+                    "`frames` is a list of structures, one path, or `FrameFiles.open(paths)`.",
+                    parameter=f"frames[{i}]",
+                )
     if groups is None or isinstance(groups, str):
         return
     if len(groups) != len(frames):

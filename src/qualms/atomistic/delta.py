@@ -139,7 +139,8 @@ class BaselinePotential(ABC):
             first = next(iter(failed))
             raise InputError(
                 f"The baseline {self.name} has no values for structure {first} ({failed[first]}). "
-                "Use `skip_failed=True` to leave out such structures.",
+                "Leave out such structures (training, evaluation and the command line: "
+                "`skip_failed=True`).",
                 parameter=f"frames[{first}]",
             )
         listed = "; ".join(f"structure {i} ({failed[i]})" for i in list(failed)[:5])

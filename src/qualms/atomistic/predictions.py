@@ -202,13 +202,13 @@ class StructurePrediction(Prediction):
             parts[name] = value
             if name in DERIVATIVES and value is not None:
                 of_structure = value[here(name)]
-                parts[name] = of_structure if KINDS[name].of_atoms else of_structure[0]
+                if not KINDS[name].of_atoms:  # one for each structure with a volume
+                    of_structure = of_structure[0] if self.is_solid[s] else None
+                parts[name] = of_structure
             elif name in ("process", "novelty_std") and value is not None:
                 parts[name] = value[..., here(TARGET)]
             elif value is not None:
                 parts[name] = value[s : s + 1]
-        if not self.is_solid[s]:
-            parts["stress"] = None
         target = self.energy[here(TARGET) if self.is_atomic else s]
         return StructurePrediction(target, Parts(**parts), is_atomic=self.is_atomic)
 
@@ -236,7 +236,8 @@ class StructurePrediction(Prediction):
 
 def _asked(name: str, value: Any) -> Any:
     if value is None:
-        raise AttributeError(f"The prediction has no {name}: use predict(..., {name}=True).")
+        remedy = "" if name == "novelty" else f": use predict(..., {name}=True)"
+        raise AttributeError(f"The prediction has no {name}{remedy}.")
     return value
 
 

@@ -85,12 +85,6 @@ class Reference(BaseModel):
         """The calculator, or the key."""
         return self.calculator or f"key {self.key!r}"
 
-    @property
-    def is_import_path(self) -> bool:
-        """Whether it names any Python code, rather than one of the known calculators."""
-        name = (self.calculator or "backbone").partition(":")[0]
-        return name != "backbone" and name not in CALCULATORS
-
     def key_of(self, quantity: str) -> str | None:
         """Return the key of a quantity: given, or that of the energy with the other word."""
         if self.key is None or quantity == "energy":

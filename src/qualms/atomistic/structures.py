@@ -300,8 +300,17 @@ class FrameFiles(Sequence[Atoms]):
     number: IntArray  #: (n,): its number within its file
 
     @classmethod
-    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> FrameFiles:
-        """Find the structures of some files, or of ranges of them, without reading them."""
+    def open(cls, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> FrameFiles:
+        """Find the structures of some files, or of ranges of them, without reading them.
+
+        Parameters
+        ----------
+        paths : iterable of paths
+            Extended XYZ, with a range such as ``train.xyz@:100`` if need be. A single path, too.
+        """
+        paths = [paths] if isinstance(paths, (str, os.PathLike)) else [*paths]
+        if not paths:
+            raise InputError("There are no files; at least one is needed.", parameter="path")
         files: list[Path] = []
         parts = []
         for path in paths:

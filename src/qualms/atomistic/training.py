@@ -282,10 +282,14 @@ def draw_members(problem: TrainingProblem) -> tuple[TrainingProblem, Draw, Basel
     n_groups = len(np.unique(groups))
     if n_groups < 2:
         what = "labelled atoms" if problem.draws_atoms else "different labelled structures"
-        grouped = len(data.source) > 1 and not problem.draws_atoms
-        name, what = ("groups", "groups of structures") if grouped else ("frames", what)
+        name, hint = "frames", ""
+        if len(np.unique(data.copies)) > 1 and not problem.draws_atoms:
+            name, what = "groups", "groups of structures"
+        elif len(data.source) > 1:
+            hint = " All structures are copies of one."
         raise InputError(
-            f"There are fewer than 2 {what}, from which subsamples are drawn.", parameter=name
+            f"There are fewer than 2 {what}, from which subsamples are drawn.{hint}",
+            parameter=name,
         )
     kinds = None
     if settings.learns_forces:

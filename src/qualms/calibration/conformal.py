@@ -40,7 +40,7 @@ class Conformal:
         if k == len(self.scores):
             raise InputError(
                 f"`level` is {level}; so few out-of-bag points determine intervals up to "
-                f"{self.probabilities[-1]:.4g}. Use more data, or `method='gaussian'`.",
+                f"{self.probabilities[-1]:.4g}. Use a smaller level, or train on more data.",
                 parameter="level",
             )
         return float(self.scores[k])

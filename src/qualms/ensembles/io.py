@@ -399,7 +399,7 @@ def _labels(rows: _Rows, by: str) -> StrArray:
         if by == "element":
             message = "Groups by element are for properties of atoms, with structures in the file."
             raise InputError(message, parameter="by")
-        raise rows.unknown("by", by, "one label per structure or atom")
+        raise rows.unknown("by", by, "labels of structures or atoms")
     return np.asarray(labels).astype(str)
 
 

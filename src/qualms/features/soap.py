@@ -326,7 +326,7 @@ def make_soap(representation: str | Soap | dict[str, Any] = "organic", **overrid
 
 #: Power spectra of some environments: which of a batch they are (n,), their features that are not
 #: zero (c,), and the values of these (n, c).
-Spectra: TypeAlias = tuple[IntArray, IntArray, Float64Array]
+_Spectra: TypeAlias = tuple[IntArray, IntArray, Float64Array]
 
 
 @dataclass(frozen=True)
@@ -342,7 +342,7 @@ class Engine(ABC):
         """Features of each pair of species."""
 
     @abstractmethod
-    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[_Spectra]:
         """Yield the power spectra of the chosen atoms of each structure."""
 
     @property
@@ -405,7 +405,7 @@ class DscribeEngine(Engine):
         pairs = combinations_with_replacement(self.species, 2)
         return {pair: features[soap.get_location(pair)] for pair in pairs}
 
-    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[_Spectra]:
         """Yield power spectra, those of each set of species and kind of periodicity together."""
         starts = offsets_of([len(c) for c in centers])
         alike: dict[tuple[tuple[int, ...], bool], list[int]] = {}
@@ -485,7 +485,7 @@ class FeatomicEngine(Engine):
         """Number of products of two densities: of all n and n′, for each l."""
         return (self.scale.l_max + 1) * self.scale.n_radial**2
 
-    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[Spectra]:
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[_Spectra]:
         """Yield the power spectra of the whole batch."""
         sizes, K = [len(chosen) for chosen in centers], self.weights.shape[1]
         owners, n = np.repeat(np.arange(len(frames)), sizes), sum(sizes)
