@@ -29,7 +29,7 @@ from qualms.atomistic.census import take_census
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.passes import fit_features, select_points, sum_rows
+from qualms.atomistic.passes import fit_features, pick_representatives, sum_rows
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import check_species
@@ -221,11 +221,13 @@ class TrainedOnce:
         self.settings = self.problem.settings
         self.problem, draw, baseline = draw_members(self.problem)
         self.representation = fit_features(self.problem, self.stages)
-        points, cache = select_points(self.problem, self.representation, workers, self.stages)
+        representatives, cache = pick_representatives(
+            self.problem, self.representation, workers, self.stages
+        )
         rows = sum_rows(
             self.problem,
             self.representation,
-            points,
+            representatives,
             draw,
             baseline,
             cache,
@@ -265,7 +267,7 @@ class TrainedOnce:
         data, rows = take_census(frames, self.settings).data, self.model.rows
         representation = self.representation.exact()
         check_species(data.frames, representation.species)
-        X = rows.points.environments.features
+        X = rows.representatives.environments.features
         basis = Basis(representation.kernel, X, rows.scale, data.per_atom)
         K, k_xx = [], []
         structures = data.environments_of_frames
@@ -374,7 +376,7 @@ def run_seed(
         n_validation=len(validation.y),
         n_test=len(test.y),
         n_environments=once.problem.data.n_environments,
-        n_representatives=len(once.model.rows.points),
+        n_representatives=len(once.model.rows.representatives),
         noise=float(once.model.full.noise[TARGET] ** 0.5),
         seconds=stages.seconds,
         wall=time.perf_counter() - started,

@@ -128,9 +128,9 @@ def rows_of(problem):
     workers, stages = Workers(), Stages()
     problem, draw, baseline = training.draw_members(problem)
     features = passes.fit_features(problem, stages)
-    points, cache = passes.select_points(problem, features, workers, stages)
+    representatives, cache = passes.pick_representatives(problem, features, workers, stages)
     options = cache, workers, stages
-    return passes.sum_rows(problem, features, points, draw, baseline, *options), baseline
+    return passes.sum_rows(problem, features, representatives, draw, baseline, *options), baseline
 
 
 def set_constant(monkeypatch, name, value):

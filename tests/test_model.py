@@ -570,6 +570,11 @@ def test_stresses_of_structures_without_a_volume_are_not_known(alloys, force_mod
     np.testing.assert_allclose(found[2].stress.std, alone.std[1], rtol=1e-9)
     assert len(found.forces) == 12
     assert found[1].forces.shape == (4, 3)
+    some = found[1:]
+    np.testing.assert_allclose(some.stress.std, alone.std[1:], rtol=1e-9)
+    np.testing.assert_allclose(some.forces.std, found.forces.std[4:], rtol=1e-9)
+    np.testing.assert_array_equal(some.novelty, found.novelty[1:])
+    np.testing.assert_allclose(found[found.is_solid].mean, found.mean[[0, 2]], rtol=1e-12)
     with pytest.raises(AttributeError, match="no volume"):
         _ = found[1].stress
     with rejects("stress"):

@@ -544,7 +544,7 @@ def test_a_structure_is_left_out_with_its_energy_forces_and_virial(alloys):
     found = leave_out(
         full.process, rows.kept.Phi, full.y, sample_weight=full.weight, groups=structure
     )
-    Phi, y, r = rows.kept.Phi, rows.kept.y[:, 0], len(rows.points)
+    Phi, y, r = rows.kept.Phi, rows.kept.y[:, 0], len(rows.representatives)
     np.testing.assert_allclose(full.y[:, 0] * gp.scale, y)
     variances = np.empty(data.n_rows)  # of the noise of each row
     for name, quantity in data.quantities.items():

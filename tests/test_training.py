@@ -370,14 +370,14 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
     settings = make_settings(given | {"n_representatives": "auto"})
     problem = problem_of(labelled_alloys(12), settings)
     rows, baseline = rows_of(problem)
-    sizes = [r for r in rows.novelty if r < len(rows.points)]
+    sizes = [r for r in rows.novelty if r < len(rows.representatives)]
     assert len(sizes) == 2
     workers, stages = Workers(), Stages()
     problem, draw, _ = training.draw_members(problem)
     for r in sizes:
         # The same representatives, whitened anew.
         features = passes.fit_features(problem, stages)
-        some = rows.points.environments.take(np.arange(r))
+        some = rows.representatives.environments.take(np.arange(r))
         X = some.features.astype(np.float64)
         factor = np.linalg.cholesky(features.kernel(X, X))
         first = passes.Representatives(some, Whitening(np.arange(r), factor))
@@ -387,7 +387,9 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
         size = np.abs(explicit.kept.Phi).max()
         np.testing.assert_allclose(nested.kept.Phi, explicit.kept.Phi, atol=1e-5 * size)
         np.testing.assert_allclose(
-            nested.points.whitening.factor, explicit.points.whitening.factor, atol=1e-7
+            nested.representatives.whitening.factor,
+            explicit.representatives.whitening.factor,
+            atol=1e-7,
         )
         np.testing.assert_allclose(nested.novelty[r], explicit.novelty[r], atol=1e-6)
         for name in given.keys() & {"energy", "forces", "stress"}:

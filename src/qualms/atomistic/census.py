@@ -47,7 +47,7 @@ from qualms.atomistic.structures import (
 )
 from qualms.errors import InputError, counted, did_you_mean, warn
 from qualms.execution import Workers
-from qualms.features.base import offsets_of
+from qualms.features.base import offsets_of, ranges
 from qualms.gp.ensemble import group_codes
 from qualms.progress import Stages
 
@@ -219,13 +219,6 @@ class TrainingSet:
     def all_centers(self) -> list[IntArray]:
         """Atoms of each structure whose environments are needed."""
         return [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
-
-
-def ranges(offsets: IntArray, some: IntArray) -> IntArray:
-    """Return the places of all elements of some of consecutive parts."""
-    sizes = np.diff(offsets)[some]
-    starts = np.repeat(offsets[some] - offsets_of(sizes)[:-1], sizes)
-    return np.asarray(starts + np.arange(int(sizes.sum())))
 
 
 def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:

@@ -128,6 +128,7 @@ def evaluate(
     model: AtomisticModel,
     frames: Sequence[Atoms],
     *,
+    quantities: Sequence[str] | None = None,
     units: str | None = None,
     per: str | None = None,
     unknown_species: str = "error",
@@ -142,6 +143,8 @@ def evaluate(
     model : AtomisticModel
     frames : sequence of Atoms
         New structures with labels; those without are skipped.
+    quantities : sequence of str, optional
+        Quantities to evaluate; all that the model was trained on by default.
     units : str, optional
         Units of energy to evaluate in, such as meV; those of the model by default.
     per : {"atom", "structure"}, optional
@@ -175,6 +178,10 @@ def evaluate(
         energy_factor(settings.units_of(name), units)  # before any work
     species = fitted.representation.species
     references = find_references(frames, settings, species, unknown_species=unknown_species)
+    if quantities is not None:
+        references = {name: references[name] for name in quantities if name in references}
+        if not references:
+            return {}
     if model.reference is not None:
         with stages.stage("Baseline"):
             references = _computable(model.reference, frames, references, skip_failed)

@@ -230,12 +230,17 @@ class AtomisticModel:
 
         structures = [frames] if isinstance(frames, Atoms) else list(structures_of(frames))
         evaluations = evaluate(
-            self, structures, units=units, per=per, unknown_species=unknown_species
+            self,
+            structures,
+            quantities=[quantity],
+            units=units,
+            per=per,
+            unknown_species=unknown_species,
         )
         if quantity not in evaluations:
             raise InputError(
-                f"`quantity={quantity!r}` cannot be scored: the model and the structures have "
-                f"{', '.join(evaluations)}.",
+                f"`quantity={quantity!r}` cannot be scored: the model was trained on "
+                f"{', '.join(self.settings.keys)}, and the structures must have it as well.",
                 parameter="quantity",
             )
         evaluation = evaluations[quantity]

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
-from qualms.atomistic.census import Census, TrainingSet, ranges
+from qualms.atomistic.census import Census, TrainingSet
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.atomistic.quantities import DERIVATIVES, TARGET
@@ -29,6 +29,7 @@ from qualms.execution import Workers
 from qualms.features.base import (
     Problem,
     Representation,
+    ranges,
     stop_workers,
     stream_features,
     structure_blocks,
@@ -82,8 +83,8 @@ class TrainingProblem:
         """Whether members are made of atoms rather than of structures."""
         return self.settings.resample == "atoms"
 
-    def points(self, structures: IntArray) -> IntArray:
-        """Return the points that are drawn, structures or atoms, of some structures."""
+    def drawn(self, structures: IntArray) -> IntArray:
+        """Return what is drawn, structures or atoms, of some structures."""
         return ranges(self.data.offsets, structures) if self.draws_atoms else structures
 
     def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
@@ -239,7 +240,7 @@ def part_size(settings: Settings, data: TrainingSet) -> int:
     return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
 
 
-def select_points(
+def pick_representatives(
     problem: TrainingProblem, representation: Representation, workers: Workers, stages: Stages
 ) -> tuple[Representatives, list[FloatArray]]:
     """Select representatives: within parts, and then among those of all parts.
@@ -363,7 +364,7 @@ def whitened_points(
 class Rows:
     """Sums over the rows of all quantities, and the rows that are kept."""
 
-    points: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
+    representatives: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
     scale: float  #: the factor of the kernel
     sums: BlockSums
     kept: KeptRows
@@ -377,9 +378,11 @@ class Rows:
 
     def leading(self, r: int) -> Rows:
         """Return the rows of the model that has the first r representatives alone."""
-        if r == len(self.points):
+        if r == len(self.representatives):
             return self
-        parts = {name: getattr(self, name).leading(r) for name in ("points", "sums", "kept")}
+        parts = {
+            name: getattr(self, name).leading(r) for name in ("representatives", "sums", "kept")
+        }
         return replace(self, **parts)
 
     def with_draw(self, draw: Draw) -> Rows:
@@ -393,7 +396,7 @@ class RowTask:
 
     representation: Representation
     n_processes: int
-    points: Representatives
+    representatives: Representatives
     sizes: list[int]  #: numbers of representatives that novelty is computed for
     species: list[int]
     baseline: Float64Array  #: (S,): coefficients of the full model
@@ -499,10 +502,11 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         Largest and mean novelty of the environments of each structure, for numbers of
         representatives, those of the group of the structure left out.
     """
-    data, representation, points = part.data, task.representation, task.points.environments
-    X_M = points.features.astype(representation.basis_dtype, copy=False)
+    data, representation = part.data, task.representation
+    environments = task.representatives.environments
+    X_M = environments.features.astype(representation.basis_dtype, copy=False)
     basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
-    same_group = _places_of_groups(points.groups, data.groups)
+    same_group = _places_of_groups(environments.groups, data.groups)
     n, sizes = len(data.y), task.sizes
     K = np.zeros((data.n_rows, len(X_M)))
     diagonal, novelty = np.empty(n), np.empty((len(data.source), len(sizes), 2))
@@ -526,7 +530,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         terms = kernel_terms(representation, X_M)
         fill_rows(K[:n], K[n:], list(data.frames), data.derivatives, terms)
     with few_threads(len(K), len(X_M)):
-        Phi = task.points.whitening.features(K, overwrite=True)
+        Phi = task.representatives.whitening.features(K, overwrite=True)
     return np.asarray(Phi, dtype=np.float64), diagonal, novelty
 
 
@@ -550,7 +554,7 @@ def rows_of_task(M: int) -> int:
 def sum_rows(
     problem: TrainingProblem,
     representation: Representation,
-    points: Representatives,
+    representatives: Representatives,
     draw: Draw,
     baseline: Baseline,
     cache: list[FloatArray],
@@ -565,7 +569,7 @@ def sum_rows(
     ----------
     problem : TrainingProblem
     representation : Representation
-    points : Representatives
+    representatives : Representatives
     draw : Draw
         Members, as sets of blocks of structures or atoms.
     baseline : Baseline
@@ -574,7 +578,7 @@ def sum_rows(
     workers : Workers
     stages : Stages
     """
-    settings, data, r = problem.settings, problem.data, len(points)
+    settings, data, r = problem.settings, problem.data, len(representatives)
     sizes = [*(nested_sizes(r) if problem.size_limit else []), r]
     rest = data.y - baseline.predict(data.design(data.species))
     center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
@@ -585,7 +589,7 @@ def sum_rows(
     parts = [
         RowPart(
             data.take(structures),
-            draw.take(problem.points(structures)),
+            draw.take(problem.drawn(structures)),
             kept[structures],
             _take_cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
         )
@@ -599,7 +603,7 @@ def sum_rows(
         task = RowTask(
             representation=representation,
             n_processes=problem.n_processes,
-            points=points,
+            representatives=representatives,
             sizes=sizes,
             species=data.species,
             baseline=baseline.full,
@@ -617,7 +621,9 @@ def sum_rows(
                 count(n)
     assert total is not None, "there are structures"
     stop_workers()
-    return _scaled(problem, points, draw, baseline, total, np.flatnonzero(kept), center, sizes)
+    return _scaled(
+        problem, representatives, draw, baseline, total, np.flatnonzero(kept), center, sizes
+    )
 
 
 def _take_cached(cache: Sequence[FloatArray], begin: int, end: int) -> FloatArray | None:
@@ -659,7 +665,7 @@ def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
 
 def _scaled(
     problem: TrainingProblem,
-    points: Representatives,
+    representatives: Representatives,
     draw: Draw,
     baseline: Baseline,
     total: PartSums,
@@ -683,15 +689,15 @@ def _scaled(
         if not problem.draws_atoms:
             groups[quantity.rows] = sample.groups[quantity.structure]
     if problem.draws_atoms:
-        of_points = problem.points(kept)
+        of_points = problem.drawn(kept)
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
     sums = BlockSums.of(total.sums, draw.n_blocks)
     sums.scale(math.sqrt(scale))
-    whitening = points.whitening
+    whitening = representatives.whitening
     factor = whitening.factor * math.sqrt(scale)
     novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
     return Rows(
-        points=replace(points, whitening=replace(whitening, factor=factor)),
+        representatives=replace(representatives, whitening=replace(whitening, factor=factor)),
         scale=scale,
         sums=sums,
         kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),

@@ -35,7 +35,7 @@ from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.structures import check_species, check_structures, state_of, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.base import BATCH, Batch, PotentialValues, offsets_of, stream_features
+from qualms.features.base import BATCH, Batch, PotentialValues, offsets_of, ranges, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.
@@ -184,33 +184,46 @@ class StructurePrediction(Prediction):
         return np.arange(len(self.parts.frames) + 1)
 
     def __getitem__(self, index: Any) -> Prediction:
-        """Return one structure, with all that was predicted; or the target of several."""
-        if isinstance(index, (int, np.integer)) and not self.is_atomic and self.shape:
+        """Return one structure, or several, with all that was predicted.
+
+        Of an atomic property, return the values of atoms.
+        """
+        if self.is_atomic or not self.shape or isinstance(index, tuple) or index is Ellipsis:
+            return self.energy[index]
+        if isinstance(index, (int, np.integer)):
             return self.structure(int(index))
-        return self.energy[index]
+        return self.take(np.arange(len(self))[index])
 
-    def structure(self, index: int) -> StructurePrediction:
-        """Return the prediction of one structure."""
-        s = range(len(self.parts.frames))[index]
+    def take(self, structures: IntArray) -> StructurePrediction:
+        """Return the predictions of some structures (k,), by their numbers."""
 
-        def here(quantity: str) -> slice:
-            offsets = self.offsets_of(quantity)
-            return slice(offsets[s], offsets[s + 1])
+        def rows(quantity: str) -> IntArray:
+            return ranges(self.offsets_of(quantity), structures)
 
         parts: dict[str, Any] = {}
         for name, value in self.parts._asdict().items():
-            parts[name] = value
-            if name in DERIVATIVES and value is not None:
-                of_structure = value[here(name)]
-                if not KINDS[name].of_atoms:  # one for each structure with a volume
-                    of_structure = of_structure[0] if self.is_solid[s] else None
-                parts[name] = of_structure
-            elif name in ("process", "novelty_std") and value is not None:
-                parts[name] = value[..., here(TARGET)]
-            elif value is not None:
-                parts[name] = value[s : s + 1]
-        target = self.energy[here(TARGET) if self.is_atomic else s]
+            if value is None:
+                parts[name] = None
+            elif name in DERIVATIVES:
+                parts[name] = value[rows(name)] if len(rows(name)) else None
+            elif name in ("process", "novelty_std"):
+                parts[name] = value[..., rows(TARGET)]
+            elif isinstance(value, list):
+                parts[name] = [value[s] for s in structures]
+            else:
+                parts[name] = value[structures]
+        target = self.energy[rows(TARGET)]
         return StructurePrediction(target, Parts(**parts), is_atomic=self.is_atomic)
+
+    def structure(self, index: int) -> StructurePrediction:
+        """Return the prediction of one structure: its target and stress have no axis for it."""
+        alone = self.take(np.array([range(len(self.parts.frames))[index]]))
+        target, parts = alone.energy, alone.parts
+        if not self.is_atomic:
+            target = target[0]
+        if parts.stress is not None:
+            parts = parts._replace(stress=parts.stress[0])
+        return StructurePrediction(target, parts, is_atomic=self.is_atomic)
 
     @staticmethod
     def join(predictions: Sequence[StructurePrediction]) -> StructurePrediction:

@@ -1,7 +1,8 @@
 """The quantities that a model learns: a target, and derivatives of it.
 
-A row of the linear problem is a label of the target, or a component of a derivative. What differs
-between quantities is in this table, and nowhere else.
+A row of the linear problem is a label of the target, or a component of a derivative. Numbers
+and words that differ between quantities are in this table; how labels are read and how kernel rows
+are computed is in `labels`, `census` and `forces`.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ from qualms.atomistic.passes import (
     fit_features,
     n_features,
     part_size,
+    pick_representatives,
     rows_of_task,
-    select_points,
     sum_rows,
 )
 from qualms.atomistic.quantities import KINDS, TARGET, Quantity
@@ -172,9 +172,9 @@ def fit(
         problem = resolve(settings, census, workers, threads)
         problem, draw, baseline = draw_members(problem)
         features = fit_features(problem, stages)
-        points, cache = select_points(problem, features, workers, stages)
-        rows = sum_rows(problem, features, points, draw, baseline, cache, workers, stages)
-        model = fit_nested(rows, problem, stages)
+        representatives, cache = pick_representatives(problem, features, workers, stages)
+        rows = sum_rows(problem, features, representatives, draw, baseline, cache, workers, stages)
+        model = fit_best_size(rows, problem, stages)
         ensemble = fit_ensemble(model, problem, baseline, stages)
         return calibrate(ensemble, problem, features, stages)
 
@@ -491,7 +491,7 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Sp
     stages : Stages
     """
     settings, quantities, kept = problem.settings, rows.sample.quantities, rows.kept
-    with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.points)):
+    with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.representatives)):
         wrong = set(quantities)
         if len(quantities) > 1:
             energies = kept.y[kept.rows[TARGET], 0]
@@ -534,7 +534,7 @@ def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float
     return left_out.residuals[of_quantity, 0] * model.scale, codes[some[of_quantity]]
 
 
-def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
+def fit_best_size(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
     """Fit the full model; choose the number of representatives, if it is to be chosen.
 
     The models of the leading half, quarter and eighth of the representatives are fitted as well.
@@ -550,7 +550,7 @@ def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseMo
     """
     settings, quantities = problem.settings, problem.data.quantities
     model = chosen = fit_sparse_model(rows, problem, stages)
-    r = len(rows.points)
+    r = len(rows.representatives)
     if len(rows.novelty) == 1:
         return model
     name = max(quantities, key=lambda name: len(quantities[name].y))
@@ -571,7 +571,7 @@ def fit_nested(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseMo
             chosen = model if enough else chosen
     curve = dict(sorted(curve.items()))
     limit = _size_limit(problem, r)
-    text = describe_size(len(chosen.rows.points), curve, limit, settings, name)
+    text = describe_size(len(chosen.rows.representatives), curve, limit, settings, name)
     log.info(f"Representatives: {text}.")
     return replace(chosen, size_curve=curve)
 
@@ -610,7 +610,7 @@ def fit_ensemble(
     stages : Stages
     """
     settings, rows, sample = problem.settings, model.rows, model.rows.sample
-    S, r = settings.n_subsampled, len(rows.points)
+    S, r = settings.n_subsampled, len(rows.representatives)
     columns = np.zeros((len(baseline.full) + 2, 1, S))
     columns[0], columns[1:-1, 0] = 1.0, baseline.full[:, None] - baseline.members
     with stages.stage("Members"), few_threads(problem.data.n_rows, r):
@@ -678,7 +678,7 @@ def predict_out_of_bag(
 def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
     """Return the full model without each group of rows that are kept, and its representatives."""
     rows, kept = model.rows, model.rows.kept
-    owners, whitening = _owners(model), rows.points.whitening
+    owners, whitening = _owners(model), rows.representatives.whitening
     # Novelty is known for rows of the target alone; it is zero elsewhere.
     q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
     q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
@@ -688,7 +688,7 @@ def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
 
 def _owners(model: SparseModel) -> IntArray:
     """Return the group, among those of kept rows, of each representative; −1 for none."""
-    rows, environments = model.rows, model.rows.points.environments
+    rows, environments = model.rows, model.rows.representatives.environments
     structures = rows.sample.groups[rows.sample.quantities[TARGET].structure]
     n = len(rows.sample.y)
     if np.array_equal(structures, rows.kept.groups[:n]):
@@ -964,7 +964,7 @@ def calibrate(
     stages : Stages
     """
     settings, model, baseline = problem.settings, ensemble.model, ensemble.baseline
-    rows, sample, r = model.rows, model.rows.sample, len(model.rows.points)
+    rows, sample, r = model.rows, model.rows.sample, len(model.rows.representatives)
     with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):
         out_of_bag = predict_out_of_bag(model, settings, ensemble.members)
         centre = choose_centre(out_of_bag, settings)
@@ -973,7 +973,7 @@ def calibrate(
         )
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
     settings = settings.model_copy(update={"calibration": method})
-    whitening, environments = rows.points.whitening, rows.points.environments
+    whitening, environments = rows.representatives.whitening, rows.representatives.environments
     full_weights = model.full.weights[:, 0]
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     process = model.full.process
@@ -1015,7 +1015,7 @@ def calibrate(
 def _projected_variance(model: SparseModel, settings: Settings) -> ProjectedVariance:
     precision: Any = np.float64 if settings.learns_forces else np.float32
     process = model.full.process
-    factors = (model.rows.points.whitening.factor, process.factor)
+    factors = (model.rows.representatives.whitening.factor, process.factor)
     whitening, posterior = (np.ascontiguousarray(f, dtype=precision) for f in factors)
     return ProjectedVariance(whitening, posterior, process.noise_variance, model.scale**2)
 
@@ -1050,7 +1050,7 @@ def _record(
         state=dict(*states) if len(states) == 1 else None,
         quantities=quantities,
         centre=centre,
-        effective_rank=len(model.rows.points),
+        effective_rank=len(model.rows.representatives),
         preset=problem.preset,
         size_curve=model.size_curve,
         size_limit=_size_limit(problem, max(model.rows.novelty)),

@@ -40,6 +40,13 @@ def offsets_of(sizes: Sequence[int] | IntArray) -> IntArray:
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
 
 
+def ranges(offsets: IntArray, some: IntArray) -> IntArray:
+    """Return the places of all elements of some of consecutive parts."""
+    sizes = np.diff(offsets)[some]
+    starts = np.repeat(offsets[some] - offsets_of(sizes)[:-1], sizes)
+    return np.asarray(starts + np.arange(int(sizes.sum())))
+
+
 # --- hyper-parameters ---
 
 
