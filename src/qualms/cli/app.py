@@ -116,7 +116,8 @@ class Verb(TyperCommand):
         panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
         parameters = {parameter.name: parameter for parameter in self.get_params(ctx)}
         arguments = [n for n, p in parameters.items() if p.param_type_name == "argument"]
-        for name in (*arguments, *self.common, "help") if self.common else parameters:
+        helping = [n for n, p in parameters.items() if "--help" in p.opts]
+        for name in (*arguments, *self.common, *helping) if self.common else parameters:
             parameter: Any = parameters[name]
             record = parameter.get_help_record(ctx)
             if name in arguments:
