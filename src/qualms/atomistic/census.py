@@ -187,18 +187,14 @@ class TrainingSet:
 
     def take(self, structures: IntArray) -> TrainingSet:
         """Return the training set of some structures."""
-        labels, frames = self.derivatives, self.frames
-        if isinstance(frames, FrameFiles):
-            frames = frames[structures]
-        elif len(frames):
-            frames = [frames[i] for i in structures]
+        labels = self.derivatives
         if labels is not None:
             forces = [labels.forces[i] for i in structures]
             labels = ForceLabels(forces, labels.virials[structures])
         rows = ranges(self.offsets, structures) if self.per_atom else structures
         return replace(
             self,
-            frames=frames,
+            frames=_take_frames(self.frames, structures) if len(self.frames) else (),
             source=self.source[structures],
             sizes=self.sizes[structures],
             numbers=self.numbers[ranges(offsets_of(self.sizes), structures)],
@@ -219,6 +215,14 @@ class TrainingSet:
     def all_centers(self) -> list[IntArray]:
         """Atoms of each structure whose environments are needed."""
         return [np.arange(n) for n in self.sizes] if self.centers is None else self.centers
+
+
+def _take_frames(frames: Sequence[Atoms], structures: IntArray) -> Sequence[Atoms]:
+    """Return some structures; those of files are not read."""
+    if isinstance(frames, FrameFiles):
+        some: FrameFiles = frames[structures]
+        return some
+    return [frames[i] for i in structures]
 
 
 def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
@@ -332,9 +336,10 @@ def take_census(
     stage = "Labels" if settings.reference is None else "Baseline"
     with stages.stage(stage, len(frames)) as advance, _once():
         censuses: list[Census] = []
+        done = 0
         for census in workers.map(_scan, parts, len(parts) == 1, *options):
             censuses.append(census)
-            advance(sum(len(part) for part in parts[: len(censuses)]))
+            advance(done := done + len(parts[len(censuses) - 1]))
     census = Census.join(censuses)
     data = census.data
     if not len(data.source):
@@ -353,10 +358,7 @@ def take_census(
         census.group_labels if key else groups,
         np.arange(len(data.source)) if key else data.source,
     )
-    used: Any = [frames[i] for i in data.source]
-    if isinstance(frames, FrameFiles):
-        used = frames[data.source]
-    data = replace(data, frames=used, groups=codes, copies=copies)
+    data = replace(data, frames=_take_frames(frames, data.source), groups=codes, copies=copies)
     if settings.kind == "extensive":
         check_not_constant(settings.target, data.y * data.sizes, data.sizes)
     if settings.reference is not None:

@@ -251,6 +251,7 @@ def _predict(
     has_derivatives = any(derivatives.values())
     request = Request(**derivatives, process=not has_derivatives)
     batches: list[StructurePrediction] = []
+    done = 0
     with stages.stage("Predictions", len(structures)) as advance:
         results: Iterable[StructurePrediction] = model.stream(structures, request)
         if workers.executor is not None:
@@ -262,7 +263,7 @@ def _predict(
             results = (batch for part in tasks for batch in part)
         for batch in results:
             batches.append(batch)
-            advance(sum(len(batch.parts.frames) for batch in batches))
+            advance(done := done + len(batch.parts.frames))
     return StructurePrediction.join(batches)
 
 

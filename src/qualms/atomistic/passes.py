@@ -84,7 +84,7 @@ class TrainingProblem:
         return self.settings.resample == "atoms"
 
     def drawn(self, structures: IntArray) -> IntArray:
-        """Return what is drawn, structures or atoms, of some structures."""
+        """Return the drawn units of some structures: themselves, or their atoms."""
         return ranges(self.data.offsets, structures) if self.draws_atoms else structures
 
     def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
