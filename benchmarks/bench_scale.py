@@ -148,12 +148,12 @@ def _peak() -> float:
 
 
 def in_subprocess(function: str, *arguments: Any) -> dict[str, Any]:
-    """Call one function of this file in a fresh process; its peak memory is added."""
+    """Call one function of this file in a fresh process; adds its peak memory and CPU time."""
     command = [sys.executable, "-m", "benchmarks.bench_scale", function, json.dumps(arguments)]
     root = Path(__file__).parents[1]
     measured = measure(command, cwd=root)
     result: dict[str, Any] = json.loads(measured.output.splitlines()[-1])
-    return result | {"peak": measured.peak}
+    return result | {"peak": measured.peak, "cpu": measured.cpu}
 
 
 # --- tables ---
@@ -322,14 +322,15 @@ def run_scale(divisor: int = 1) -> list[dict[str, Any]]:
             for label, source in SOURCES.items():
                 settings = {"n_representatives": M, "memory": QM9_MEMORY}
                 trained = in_subprocess("train_from", source, model, str(xyz), settings)
-                seconds = trained["seconds"]
-                in_memory = in_memory or seconds
+                times = np.array([trained["seconds"], trained["cpu"]])
+                in_memory = times if in_memory is None else in_memory
                 stages[n, label] = trained["stages"]
-                cells = [f"{seconds:.0f}", f"{seconds / in_memory:.2f} ×", peaks(trained)]
+                ratios = [f"{ratio:.2f} ×" for ratio in times / in_memory]
+                cells = [f"{times[0]:.0f}", ratios[0], f"{times[1]:.0f}", ratios[1], peaks(trained)]
                 rows.append([n, label, *cells, f"{trained['mae']:.2f}"])
                 print(*rows[-1], sep=" | ", flush=True)
     names = list(dict.fromkeys(name for seconds in stages.values() for name in seconds))
-    times = {
+    of_stages = {
         "title": "Stages, seconds",
         "columns": ["molecules", "training", *names],
         "rows": [
@@ -341,6 +342,8 @@ def run_scale(divisor: int = 1) -> list[dict[str, Any]]:
         "molecules",
         "training",
         "seconds",
+        "of in memory",
+        "CPU, s",
         "of in memory",
         "peak memory, MiB (of announced)",
     ]
@@ -356,7 +359,7 @@ def run_scale(divisor: int = 1) -> list[dict[str, Any]]:
             "what is announced.",
         ],
     }
-    return [first, times]
+    return [first, of_stages]
 
 
 def run_parquet(divisor: int = 1) -> list[dict[str, Any]]:

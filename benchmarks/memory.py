@@ -1,4 +1,4 @@
-"""Wall time and peak memory of a command, whatever processes it starts."""
+"""Wall time, CPU time and peak memory of a command, whatever processes it starts."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class Measured:
     ----------
     seconds : float
         Wall time from start to end.
+    cpu : float
+        CPU time of the process and of those that it started and waited for, in seconds.
     peak : float
         Largest resident memory of all its processes together, in MiB. Pages that they share, such
         as those of libraries, count for each.
@@ -35,6 +37,7 @@ class Measured:
     """
 
     seconds: float
+    cpu: float
     peak: float
     output: str
 
@@ -63,13 +66,14 @@ def measure(
             cwd=cwd,
         )
         sampler = _Sampler(process.pid)
-        process.wait()
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         peak = sampler.stop()
         written, complaints = _text(output), _text(errors)
     if process.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{written[-2000:]}\n{complaints[-2000:]}")
-    return Measured(seconds, peak, written)
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, peak, written)
 
 
 def _text(file: IO[bytes]) -> str:
