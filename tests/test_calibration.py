@@ -343,7 +343,7 @@ def test_groups_are_left_out_together():
     y, members = synthetic(0, n=200)
     groups = np.repeat([0, 1], 100)
     data = calibration_data(y, members, groups=groups)
-    expected = cross_validate(data, ("none", "student"), groups=groups).chosen.calibration
+    expected = cross_validate(data, ("none", "student")).chosen.calibration
     assert calibrate(y, members, groups=groups) == expected
     with rejects("groups"):
         calibrate(y, members, groups=groups[:3])
@@ -398,19 +398,19 @@ def correlated_data(rng, n_groups, per_group=5):
     s = np.exp(rng.normal(-1.0, 0.5, size=groups.size))
     common = rng.normal(size=n_groups)[groups]
     z = ALPHA * s * (0.8 * common + 0.6 * rng.normal(size=groups.size))
-    return CalibrationData(z, s, np.full(groups.size, 8), np.ones(groups.size)), groups
+    return CalibrationData(z, s, np.full(groups.size, 8), np.ones(groups.size), groups=groups)
 
 
 def test_intervals_over_groups_have_their_nominal_coverage():
     inside = []
     for seed in range(100):
-        data, groups = correlated_data(np.random.default_rng(seed), 60)
+        data = correlated_data(np.random.default_rng(seed), 60)
         calibration = fit_calibration(data, "linear")
-        low, high = confidence_intervals(calibration, data, groups=groups).alpha
+        low, high = confidence_intervals(calibration, data).alpha
         inside.append(low <= ALPHA <= high)
     assert 0.88 <= np.mean(inside) < 1.0  # three standard errors about 0.95
     # Without groups the interval is too narrow.
-    narrow = confidence_intervals(calibration, data).alpha
+    narrow = confidence_intervals(calibration, dataclasses.replace(data, groups=None)).alpha
     assert low < narrow[0] < narrow[1] < high
 
 
@@ -457,7 +457,7 @@ def test_intervals_at_the_edge():
         assert np.all(np.isfinite(found.alpha))
         assert found.gamma == (None if method == "power" else (1.0, 1.0))
     assert found.alpha == found.gamma == (1.0, 1.0)
-    alone = confidence_intervals(calibration, data, groups=np.zeros(60))
+    alone = confidence_intervals(calibration, dataclasses.replace(data, groups=np.zeros(60)))
     assert alone.alpha is None
     assert alone.gamma is None
 
@@ -478,9 +478,10 @@ def test_the_method_that_made_the_data_is_as_good_as_any(method):
 
 
 def test_held_out_likelihoods_are_those_of_folds():
-    data = committee_data(np.random.default_rng(4), "student", 60, 5)
     groups = np.arange(60) // 3
-    comparison = cross_validate(data, ["student"], groups=groups, n_folds=4, seed=1)
+    data = committee_data(np.random.default_rng(4), "student", 60, 5)
+    data = dataclasses.replace(data, groups=groups)
+    comparison = cross_validate(data, ["student"], n_folds=4, seed=1)
     total = 0.0
     for left_out in make_folds(groups, 4, 1):
         assert not set(groups[left_out]) & set(groups[~left_out])

@@ -393,8 +393,6 @@ def test_groups_that_share_a_point_are_joined():
             for n in (0.0, 1.0, -0.5, 10, 0, np.nan, "half", True)
         ],
         ("n_train", lambda: subsample_size(0.5, 1)),
-        ("n_members", lambda: draw_members(10, 1, 0.5, np.random.default_rng(0))),
-        ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 1, 1])),
         ("groups", lambda: draw_members(3, 4, 0.5, np.random.default_rng(0), groups=[1, 2])),
         ("members", lambda: ensemble_mean_std(np.ones((3, 1)))),
         ("absent", lambda: out_of_bag_prediction(np.ones((3, 4)), np.ones((3, 3), dtype=bool))),

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
+from qualms.arrays import whole_blocks
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.features.base import (
     Problem,
     Representation,
     stream_features,
-    structure_blocks,
 )
 from qualms.features.compression import fit_projection, mixing_weights, principal_components
 from qualms.features.soap import (
@@ -619,7 +619,7 @@ def test_a_file_is_read_only_as_far_as_needed(n_workers, monkeypatch):
 @given(sizes=st.lists(st.integers(0, 12), max_size=40), size=st.integers(1, 30))
 def test_blocks_are_whole_structures(sizes, size):
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.intp)
-    blocks = list(structure_blocks(offsets, size))
+    blocks = list(whole_blocks(offsets, size))
     assert [s for first, last in blocks for s in range(first, last)] == list(range(len(sizes)))
     for first, last in blocks:
         assert sum(sizes[first:last]) <= size or last == first + 1

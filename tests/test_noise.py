@@ -102,11 +102,11 @@ def problem(rng, n=80, r=15, per=6):
     return Phi, y, is_force, groups
 
 
-def joint_noise(Phi, y, kind, groups, **options):
+def joint_noise(Phi, y, kind, groups, fixed=None):
     """Select the noise of quantities that have a number for each row."""
     names = enumerate(("energy", "forces", "stress"))
     rows = {name: np.flatnonzero(kind == k) for k, name in names if np.any(kind == k)}
-    return select_joint_noise(*observed(Phi, y, rows, groups), **{"prior": 1.0, **options})
+    return select_joint_noise(*observed(Phi, y, rows, groups), prior=1.0, fixed=fixed or {})
 
 
 def observed(Phi, y, rows, groups):

@@ -27,9 +27,23 @@ StrArray = NDArray[np.str_]
 BLOCK = 2048
 
 
-def row_blocks(n: int) -> Iterator[slice]:
-    """Yield slices of n rows, `BLOCK` at a time."""
-    return (slice(start, start + BLOCK) for start in range(0, n, BLOCK))
+def row_blocks(n: int, size: int | None = None) -> Iterator[slice]:
+    """Yield slices of n rows, `size` at a time, `BLOCK` by default."""
+    step = size or BLOCK
+    return (slice(start, start + step) for start in range(0, n, step))
+
+
+def whole_blocks(edges: IntArray, size: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield ranges of consecutive groups of rows, with about `size` rows each, or `BLOCK`.
+
+    Rows of group g, such as the environments of a structure, are ``edges[g]:edges[g + 1]``.
+    """
+    first, n = 0, len(edges) - 1
+    while first < n:
+        last = int(np.searchsorted(edges, edges[first] + (size or BLOCK), side="right")) - 1
+        last = min(max(last, first + 1), n)
+        yield first, last
+        first = last
 
 
 def check_integer(parameter: str, value: object, lowest: int, what: str = "") -> int:
@@ -71,11 +85,6 @@ def check_number(parameter: str, value: object, lowest: float, *, strict: bool =
         message = f"`{parameter}` is {value!r}; use a finite number{bound}."
         raise InputError(message, parameter=parameter)
     return float(value)  # type: ignore[arg-type]
-
-
-def check_noise_variance(noise_variance: float) -> None:
-    """Reject a regulariser that is not a positive finite number."""
-    check_number("noise_variance", noise_variance, 0, strict=True)
 
 
 def as_targets(y: FloatArray, n: int) -> Float64Array:

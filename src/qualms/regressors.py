@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -44,28 +44,32 @@ from qualms.calibration.methods import (
     NoCalibration,
     with_enough_points,
 )
-from qualms.calibration.points import FullModelData, calibration_data, leave_groups_out
+from qualms.calibration.points import (
+    FullModelData,
+    calibration_data,
+    leave_groups_out,
+    out_of_bag_residuals,
+)
 from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import (
     CalibrationError,
     ExactFitError,
     InputError,
-    QualmsWarning,
     counted,
     unknown_choice,
+    warn,
 )
 from qualms.gp.ensemble import (
+    MIN_ABSENT,
     N_KEPT,
-    Residuals,
     centred,
     draw_blocks,
     draw_members,
-    fit_centre,
     fit_full_model,
     fit_members,
     group_codes,
     keep_groups,
-    out_of_bag_prediction,
+    resolve_centre,
 )
 from qualms.gp.kernels import (
     Kernel,
@@ -182,14 +186,14 @@ def build_basis(
     if selection == "random":
         chosen = np.sort(chosen)
     if n is not None and len(chosen) < n:
-        _warn(f"Only {len(chosen)} of n_representatives={n} are independent in the kernel.")
+        warn(f"Only {len(chosen)} of n_representatives={n} are independent in the kernel.")
     exact = features[chosen].astype(np.float64)
     scale = unit_scale(1.0, kernel.diag(features), weight)
     # The rounding of kernel rows in float32 limits which representatives are still independent.
     whitening = whiten(kernel(exact, exact), rtol=1e-6 if X.dtype == np.float32 else None)
     whitening = replace(whitening, factor=whitening.factor * np.sqrt(scale))
     if whitening.effective_rank == 1 and len(X) > 1 and n != 1:
-        _warn(
+        warn(
             "The kernel does not distinguish the training points. The power kernel depends on "
             "directions only: use kernel='rbf' for a single feature."
         )
@@ -236,6 +240,11 @@ class TrainingRows:
         return np.asarray(self.weight @ deviations**2 / dof)
 
     @property
+    def row_groups(self) -> IntArray:
+        """Group of the point of each row: (n_rows,)."""
+        return self.groups[self.inverse]
+
+    @property
     def mean(self) -> Float64Array:
         """Weighted mean of the targets: (T,)."""
         return np.asarray(np.average(self.y, axis=0, weights=self.weight))
@@ -254,9 +263,8 @@ class TrainingRows:
             self.single_output,
         )
 
-    def check_draw(self, n_members: int, replace: bool) -> None:
-        """Raise an error if members cannot be drawn, with these parameters or from these points."""
-        check_integer("n_members", n_members, 2, "at least 2 members, for a standard deviation")
+    def check_draw(self, replace: bool) -> None:
+        """Raise an error if members cannot be drawn from these points."""
         if not isinstance(replace, (bool, np.bool_)):
             raise InputError(
                 f"`replace` is {replace!r}; it must be True or False.", parameter="replace"
@@ -279,42 +287,43 @@ class TrainingRows:
 
     def of_rows(self, full: Sequence[FullModelData]) -> list[FullModelData]:
         """Return the full model without the point of each row, given that without each point."""
-        outputs, deviations = [], self.y - self.point_y[self.inverse]
-        for of_points, deviation in zip(full, deviations.T, strict=True):
-            of_rows = of_points.some(self.inverse)
-            z, z_with_own = of_rows.residuals + deviation, of_rows.residuals_with_own + deviation
-            outputs.append(replace(of_rows, residuals=z, residuals_with_own=z_with_own))
-        return outputs
+        deviations = (self.y - self.point_y[self.inverse]).T
+        return [
+            replace(
+                of_points.some(self.inverse),
+                residuals=of_points.residuals[self.inverse] + deviation,
+                residuals_with_own=of_points.residuals_with_own[self.inverse] + deviation,
+            )
+            for of_points, deviation in zip(full, deviations, strict=True)
+        ]
 
-    def fit_centre(
-        self, members: Float64Array, counts: IntArray, full: Sequence[FullModelData]
+    def resolve_centre(
+        self,
+        centre: str | float,
+        members: Float64Array,
+        absent: BoolArray,
+        full: Sequence[FullModelData],
     ) -> Float64Array:
-        """Return the share of the ensemble mean that has the smallest out-of-bag error: (T,).
+        """Return the share of the ensemble mean in the prediction of each output: (T,).
 
         Parameters
         ----------
-        members : (n_rows, T, N_R) array
-            Predictions of the rows.
-        counts : (n_points, N_R) array of int
-            How often each point is in each member.
-        full : sequence of T FullModelData
-            The full model without each row.
+        centre : {"auto", "full", "members"} or float
+        members, absent, full
+            As in `calibrate`.
         """
-        used, mean, std, n_absent = out_of_bag_prediction(members, counts[self.inverse] == 0)
-        if np.count_nonzero(used) < MIN_POINTS:
-            return np.zeros(len(full))
-        root, groups, shares = np.sqrt(self.weight[used]), self.groups[self.inverse[used]], []
+        enough = np.count_nonzero(absent.sum(axis=1) >= MIN_ABSENT) >= MIN_POINTS
+        shares = []
         for t, of_output in enumerate(full):
-            z = of_output.residuals_with_own[used] * root, (self.y[used, t] - mean[:, t]) * root
-            residuals = Residuals(*z, std[:, t] * root, n_absent, groups)
-            residuals = residuals.mostly(of_output.without_representatives[used])
-            shares.append(fit_centre([residuals], members.shape[-1]))
+            points = self.y[:, t], members[:, t], absent, of_output, self.row_groups, self.weight
+            residuals = [out_of_bag_residuals(*points)] if enough else []
+            shares.append(resolve_centre(centre, residuals, members.shape[-1]))
         return np.array(shares)
 
     def calibrate(
         self,
         members: Float64Array,
-        counts: IntArray,
+        absent: BoolArray,
         method: str,
         full: Sequence[FullModelData | None],
         n_posterior: int = 0,
@@ -323,35 +332,38 @@ class TrainingRows:
 
         Parameters
         ----------
-        members, counts
-            As in `fit_centre`.
+        members : (n_rows, T, N_R) array
+            Predictions of the rows.
+        absent : (n_rows, N_R) array of bool
+            Whether the row is out-of-bag for the member.
         method : str
         full : sequence of T FullModelData, or None for members alone
+            The full model without each row.
         n_posterior : int
             Posterior members of a prediction.
         """
-        absent, groups = counts[self.inverse] == 0, self.groups[self.inverse]
         n = members.shape[-1]
         none = QuantityCalibration(NoCalibration(n_subsampled=n if n_posterior else 0))
 
         def calibration_of(t: int, of_output: FullModelData | None) -> QuantityCalibration:
-            if np.ptp(self.y[:, t]) == 0:
+            y = self.y[:, t]
+            if np.ptp(y) == 0:
                 return none  # all members predict the constant
             try:
                 points = calibration_data(
-                    self.y[:, t],
+                    y,
                     members[:, t],
                     absent,
                     sample_weight=self.weight,
                     full=of_output,
-                    groups=groups,
+                    groups=self.row_groups,
                 )
             except CalibrationError as error:
                 if method == "none":
                     return none
-                if len(counts) >= MIN_POINTS and not isinstance(error, ExactFitError):
+                if len(self.groups) >= MIN_POINTS and not isinstance(error, ExactFitError):
                     raise
-                _warn(f"{error} The ensemble standard deviation is used as it is.")
+                warn(f"{error} The ensemble standard deviation is used as it is.")
                 return none
             name = with_enough_points(method, len(points.residuals))
             if name == "auto":
@@ -458,7 +470,7 @@ def training_set(
     constant = np.flatnonzero(np.ptp(targets, axis=0) == 0)
     if constant.size:
         which = "y is" if single_output else f"outputs {constant.tolist()} of y are"
-        _warn(f"{which} constant: there is nothing to learn, and the uncertainty is zero.")
+        warn(f"{which} constant: there is nothing to learn, and the uncertainty is zero.")
     joined = np.arange(len(points.first))
     if groups is not None:
         joined = joined_groups(points.inverse, group_codes(groups, n)[rows])
@@ -469,15 +481,9 @@ def training_set(
 
 def _reject_text(y: Any) -> None:
     """Reject targets that are not numbers; scikit-learn checks everything else."""
-    values = np.asarray(y)
-    try:
-        if values.dtype.kind == "O":
-            values = values.astype(np.float64)
-    except (TypeError, ValueError):
-        pass
-    if y is not None and values.dtype.kind not in "biufc":
-        first = next(iter(values.ravel().tolist()), None)
-        raise InputError(f"`y` holds {first!r}; its values must be numbers.", parameter="y")
+    others = [value for value in np.asarray(y).ravel().tolist() if not isinstance(value, Number)]
+    if y is not None and others:
+        raise InputError(f"`y` holds {others[0]!r}; its values must be numbers.", parameter="y")
 
 
 def is_frame(X: Any) -> bool:
@@ -535,10 +541,6 @@ def _check_choice(
             raise unknown_choice(name, value, (*choices, "a number"))
     elif check_number(name, value, 0, strict=strict) > highest:
         raise InputError(f"`{name}` is {value}; it is at most {highest:g}.", parameter=name)
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, QualmsWarning, stacklevel=3)
 
 
 def check_calibration_name(calibration: str | None, methods: Collection[str] = METHODS) -> str:
@@ -684,7 +686,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
         data = training_set(self, X, y, groups, sample_weight, dtype=[np.float64, np.float32])
         self._single_output = data.single_output
         if self.n_members:
-            data.check_draw(self.n_members, self.replace)
+            data.check_draw(self.replace)
         rng = new_generator(self.random_state)
         points, mean = data.X[data.first], data.mean
         self.basis_ = basis = build_basis(
@@ -721,17 +723,14 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             columns = np.repeat(np.eye(T + 1, T)[:, :, None], self.n_members, axis=2)
             full, weights, means = fit_members(full, sums, kept, columns)
             intercepts = mean[:, None] + means
-            sample, counts = data.take(some), kept.draw.counts
+            sample = data.take(some)
             predicted = (np.tensordot(kept.Phi, weights, 1) + intercepts)[sample.inverse]
+            absent = kept.draw.counts[sample.inverse] == 0
             of_points = leave_groups_out(
                 full, kept, basis.whitening, owners, np.sqrt(q2), self.n_posterior > 0
             )
             without = sample.of_rows(of_points)
-            if self.centre == "auto":
-                centre = sample.fit_centre(predicted, counts, without)
-            else:
-                share = {"full": 0.0, "members": 1.0}.get(str(self.centre))
-                centre = np.full(T, self.centre if share is None else share, dtype=np.float64)
+            centre = sample.resolve_centre(self.centre, predicted, absent, without)
             # The posteriors of several outputs are independent.
             draws = [
                 posterior_deviations(full.process, self.n_posterior, rng, basis.whitening.pivots)
@@ -746,7 +745,7 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             self.member_indices_ = data.member_rows(draw.counts)
             blends = [replace(z, centre=float(c)) for z, c in zip(without, centre, strict=True)]
             self.calibration_, self._conformal = sample.calibrate(
-                predicted, counts, method, blends, self.n_posterior
+                predicted, absent, method, blends, self.n_posterior
             )
         self.pp_weights_ = self._outputs(basis.whitening.kernel_weights(full.weights))
         self.pp_intercept_ = self._outputs(mean)
@@ -948,6 +947,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
             Not negative; handed on to the estimator, which must accept them.
         """
         method = check_calibration_name(self.calibration)
+        check_integer("n_members", self.n_members, 2, "at least 2, for a standard deviation")
         if not _is_regressor(self.estimator):
             raise InputError(
                 f"`estimator` is {self.estimator!r}; it must be an object with methods fit and "
@@ -963,7 +963,7 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
         data = training_set(self, X, y, groups, sample_weight, keep_frames=True)
         self._single_output, self._n_outputs = data.single_output, data.y.shape[1]
         rng = new_generator(self.random_state)
-        data.check_draw(self.n_members, self.replace)
+        data.check_draw(self.replace)
         counts = draw_members(
             len(data.first),
             self.n_members,
@@ -987,8 +987,9 @@ class ResamplingRegressor(MetaEstimatorMixin, MultiOutputMixin, RegressorMixin, 
 
         # Jobs are made one by one, so that not all copies of the data are in memory at once.
         self.estimators_ = Parallel(n_jobs=self.n_jobs)(job(i) for i in range(self.n_members))
+        absent = counts[data.inverse] == 0
         self.calibration_, self._conformal = data.calibrate(
-            self._members(data.X), counts, method, [None] * self._n_outputs
+            self._members(data.X), absent, method, [None] * self._n_outputs
         )
         return self
 

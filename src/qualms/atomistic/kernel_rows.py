@@ -17,8 +17,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
-from qualms.features.base import structure_blocks
+from qualms.arrays import Float64Array, FloatArray, IntArray, whole_blocks
 from qualms.gp.kernels import Kernel, sum_over_structures
 
 #: Elements of a kernel block: 64 MB of float64.
@@ -65,7 +64,7 @@ class Basis:
         n = len(features) if self.per_atom else len(offsets) - 1
         M = len(self.representatives)
         rows, edges = np.empty((n, M)), [0, *(sizes or [M])]
-        for first, last in structure_blocks(offsets, _ELEMENTS // M):
+        for first, last in whole_blocks(offsets, _ELEMENTS // M):
             begin, end = offsets[first], offsets[last]
             block, local = features[begin:end], offsets[first : last + 1] - begin
             K = self.kernel(block, self.representatives)

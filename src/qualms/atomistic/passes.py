@@ -18,7 +18,7 @@ import numpy as np
 from ase import Atoms
 from threadpoolctl import threadpool_limits
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, whole_blocks
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
 from qualms.atomistic.forces import fill_rows, kernel_terms
@@ -27,12 +27,12 @@ from qualms.atomistic.quantities import DERIVATIVES, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.execution import Workers
 from qualms.features.base import (
+    BATCH,
     Problem,
     Representation,
     ranges,
     stop_workers,
     stream_features,
-    structure_blocks,
 )
 from qualms.features.compression import sample_size
 from qualms.gp.ensemble import N_KEPT, keep_groups
@@ -172,7 +172,7 @@ def feature_blocks(
         batches = stream_features(representation, pairs, n_workers=n_processes)
         blocks = ((batch.features, batch.offsets) for batch in batches)
     else:
-        edges = (part.offsets[i : j + 1] for i, j in structure_blocks(part.offsets))
+        edges = (part.offsets[i : j + 1] for i, j in whole_blocks(part.offsets, BATCH))
         blocks = ((cached[e[0] : e[-1]], e - e[0]) for e in edges)
     for features, offsets in blocks:
         yield features, offsets
@@ -257,7 +257,7 @@ def pick_representatives(
     stages : Stages
     """
     settings, data = problem.settings, problem.data
-    edges = structure_blocks(data.offsets, part_size(settings, data))
+    edges = whole_blocks(data.offsets, part_size(settings, data))
     parts = [data.take(np.arange(first, last)) for first, last in edges]
     selected, cache = [], []
     with stages.stage("Features", data.n_environments) as advance:

@@ -77,6 +77,7 @@ from qualms.calibration.points import (
     FullModelData,
     calibration_data,
     leave_groups_out,
+    out_of_bag_residuals,
 )
 from qualms.calibration.vectors import MULTIPLICITY, QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError, ExactFitError, InputError, counted, warn
@@ -92,14 +93,13 @@ from qualms.gp.ensemble import (
     MIN_ABSENT,
     N_KEPT,
     FullModel,
-    Residuals,
     centred,
     draw_blocks,
-    fit_centre,
     fit_full_model,
     fit_members,
     n_blocks_of,
     out_of_bag_prediction,
+    resolve_centre,
     with_points,
 )
 from qualms.gp.noise import group_means, typical_log
@@ -710,20 +710,14 @@ def _owners(model: SparseModel) -> IntArray:
 
 def choose_centre(out_of_bag: Mapping[str, OutOfBagRows], settings: Settings) -> float:
     """Return the share λ of the ensemble mean in the prediction, given or of smallest error."""
-    n_members = settings.n_subsampled
-    if not n_members or settings.centre == "full":
+    if not settings.n_subsampled:
         return 0.0
-    if settings.centre != "auto":
-        return 1.0 if settings.centre == "members" else float(settings.centre)
-    residuals = []
-    for of in out_of_bag.values():
-        assert of.full is not None, "needed for a blend"
-        used, mean, std, n_absent = out_of_bag_prediction(of.members, of.absent)
-        if len(np.unique(of.quantity.structure[used])) >= MIN_POINTS:
-            z = of.full.residuals_with_own[used], of.quantity.y[used] - mean
-            of_members = Residuals(*z, std, n_absent, of.groups[used])
-            residuals.append(of_members.mostly(of.full.without_representatives[used]))
-    return fit_centre(residuals, n_members)
+    residuals = (
+        out_of_bag_residuals(of.quantity.y, of.members, of.absent, of.full, of.groups)
+        for of in out_of_bag.values()
+        if of.full is not None and len(np.unique(of.quantity.structure[of.used])) >= MIN_POINTS
+    )
+    return resolve_centre(settings.centre, residuals, settings.n_subsampled)
 
 
 def collect_points(name: str, of: OutOfBagRows, centre: float, source: IntArray) -> CalibrationData:

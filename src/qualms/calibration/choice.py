@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import ndtr, stdtrit
 
-from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
+from qualms.arrays import BoolArray, Float64Array, StrArray
 from qualms.calibration.groups import GroupedCalibration, fit_grouped
 from qualms.calibration.methods import (
     MEMBER_METHODS,
@@ -23,7 +23,7 @@ from qualms.calibration.methods import (
 )
 from qualms.calibration.points import CalibrationData, make_folds
 from qualms.errors import CalibrationError, InputError
-from qualms.gp.ensemble import group_codes, group_scatter
+from qualms.gp.ensemble import group_scatter
 from qualms.metrics import gaussian_log_density
 
 
@@ -83,9 +83,8 @@ def confidence_intervals(
     data: CalibrationData,
     *,
     level: float = 0.95,
-    groups: Sequence[object] | IntArray | None = None,
 ) -> ConfidenceIntervals:
-    """Return intervals of α and γ from a bootstrap over groups.
+    """Return intervals of α and γ from a bootstrap over the groups of the data.
 
     The calibration is fitted again to G groups drawn with replacement, 200 times, and the intervals
     are quantiles of its parameters. Those of few groups are too narrow by the factor that
@@ -99,17 +98,15 @@ def confidence_intervals(
     calibration : Calibration
         Fitted to these data.
     data : CalibrationData
+        Points of one group are drawn together.
     level : float
         Probability covered, in (0, 1).
-    groups : (n,) array, optional
-        Labels of points whose errors are correlated: they are drawn together.
     """
     if not 0 < level < 1:
         raise InputError(
             f"`level` is {level}; it must be a probability between 0 and 1.", parameter="level"
         )
-    n = len(data.residuals)
-    codes = group_codes(groups, n)
+    n, codes = len(data.residuals), data.codes
     n_groups = int(codes.max()) + 1
     if n_groups < 2:
         return ConfidenceIntervals(None, None, level)
@@ -203,28 +200,26 @@ class Comparison:
         return best if not best.n_parameters else min(fitted, key=lambda c: c.n_parameters)
 
 
-def candidate_methods(data: CalibrationData, n_independent: int) -> tuple[str, ...]:
-    """Return the methods to choose from for data of so many independent points.
+def candidate_methods(data: CalibrationData) -> tuple[str, ...]:
+    """Return the methods to choose from.
 
     `student` and `shrinkage` are `linear` and `power` that account for the number of members, if
-    there are three or more. Few points determine one parameter.
+    there are three or more. Few points, or groups of them, determine one parameter.
     """
     similar = MEMBER_METHODS if data.n_members.min() >= 3 else STD_METHODS
-    most = len(data.residuals) - 1 if n_independent >= MIN_POINTS else 1
+    most = len(data.residuals) - 1 if data.codes.max() + 1 >= MIN_POINTS else 1
     return tuple(m for m in METHODS if m in ("none", *similar) and N_PARAMETERS[m] <= most)
 
 
 def choose_calibration(data: CalibrationData) -> Calibration:
-    """Return the calibration that cross-validation, with the groups of the data, chooses."""
-    methods = candidate_methods(data, int(data.codes.max()) + 1)
-    return cross_validate(data, methods, groups=data.codes).chosen.calibration
+    """Return the calibration that cross-validation chooses."""
+    return cross_validate(data, candidate_methods(data)).chosen.calibration
 
 
 def cross_validate(
     data: CalibrationData,
     methods: Sequence[str] = tuple(METHODS),
     *,
-    groups: Sequence[object] | IntArray | None = None,
     labels: Sequence[str] | StrArray | None = None,
     n_folds: int = 5,
     seed: int = 0,
@@ -235,9 +230,8 @@ def cross_validate(
     Parameters
     ----------
     data : CalibrationData
+        Points of one group are left out together.
     methods : sequence of str
-    groups : (n,) array, optional
-        Labels of points whose errors are correlated: they are left out together.
     labels : (n,) array of str, optional
         Kinds of points, each of which gets a factor of its own with every method.
     n_folds : int
@@ -247,8 +241,7 @@ def cross_validate(
     on_method : callable, optional
         Called with the number of methods that have been fitted.
     """
-    n = len(data.residuals)
-    codes = group_codes(groups, n)
+    n, codes = len(data.residuals), data.codes
     folds = make_folds(codes, n_folds, seed)
     kinds = np.full(n, "") if labels is None else np.asarray(labels, dtype=str)
 
@@ -257,7 +250,7 @@ def cross_validate(
     ) -> GroupedCalibration:
         some = data.some(chosen)
         if labels is not None:
-            return fit_grouped(some, method, kinds[chosen], clusters=codes[chosen], near=near)
+            return fit_grouped(some, method, kinds[chosen], near)
         overall = None if near is None else near.overall
         return GroupedCalibration(fit_calibration(some, method, overall), {})
 

@@ -27,7 +27,7 @@ from qualms.arrays import Float64Array, IntArray, StrArray
 from qualms.calibration.methods import Calibration, fit_calibration, log_std_moments
 from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError
-from qualms.gp.ensemble import group_codes, group_scatter
+from qualms.gp.ensemble import group_scatter
 
 #: Step of the derivatives in ln f.
 _STEP = 3e-3
@@ -73,8 +73,6 @@ def fit_grouped(
     data: CalibrationData,
     method: str,
     labels: Sequence[str] | StrArray,
-    *,
-    clusters: Sequence[object] | IntArray | None = None,
     near: GroupedCalibration | None = None,
 ) -> GroupedCalibration:
     """Fit a calibration and the factor of each group together.
@@ -86,8 +84,6 @@ def fit_grouped(
     method : str
     labels : sequence of n str
         The group of each.
-    clusters : (n,) array, optional
-        Labels of points whose errors are correlated.
     near : GroupedCalibration, optional
         A fit to similar points, to begin with.
 
@@ -98,11 +94,11 @@ def fit_grouped(
     """
     grouped = near
     if grouped is None:
-        grouped = fit_groups(data, fit_calibration(data, method), labels, clusters=clusters)
+        grouped = fit_groups(data, fit_calibration(data, method), labels)
     for _ in range(20):
         before = _centered(grouped)
         overall = fit_calibration(before.common(data, labels), method, before.overall)
-        grouped = fit_groups(data, overall, labels, clusters=clusters, near=before)
+        grouped = fit_groups(data, overall, labels, before)
         names = [*grouped.groups]
         change = np.log(grouped.factors(names) / before.factors(names))
         if np.all(np.abs(change) < 2e-3):
@@ -125,8 +121,6 @@ def fit_groups(
     data: CalibrationData,
     overall: Calibration,
     labels: Sequence[str] | StrArray,
-    *,
-    clusters: Sequence[object] | IntArray | None = None,
     near: GroupedCalibration | None = None,
 ) -> GroupedCalibration:
     """Find the factor of each group, on top of a calibration of all points.
@@ -134,13 +128,11 @@ def fit_groups(
     Parameters
     ----------
     data : CalibrationData
-        n points.
+        n points; those of one group are correlated, and count for fewer than they are.
     overall : Calibration
         Of all points.
     labels : sequence of n str
         The group of each.
-    clusters : (n,) array, optional
-        Labels of points whose errors are correlated: they count for fewer than they are.
     near : GroupedCalibration, optional
         A fit to similar points, to begin with.
     """
@@ -151,7 +143,7 @@ def fit_groups(
             f"`labels` have shape {names.shape}; there must be one for each of {n} points.",
             parameter="labels",
         )
-    variance = _variance_per_point(data, overall, group_codes(clusters, n))
+    variance = _variance_per_point(data, overall)
     kinds, which, counts = np.unique(names, return_inverse=True, return_counts=True)
     start = np.zeros(len(kinds)) if near is None else np.log(near.factors(kinds))
     alone = _log_factors(data, overall, which, start)
@@ -198,10 +190,10 @@ def _log_factors(
     return x
 
 
-def _variance_per_point(data: CalibrationData, overall: Calibration, codes: IntArray) -> float:
+def _variance_per_point(data: CalibrationData, overall: Calibration) -> float:
     """Return n times the variance of ln f, were all points one group: H⁻¹ J H⁻¹."""
     here, below, above = _densities(data, overall, 0.0)
     curvature = -data.mean(above - 2 * here + below) / _STEP**2
     slope = data.weights * (above - below) / (2 * _STEP)
-    scatter = float(group_scatter(slope[:, None], codes)[0, 0])
+    scatter = float(group_scatter(slope[:, None], data.codes)[0, 0])
     return scatter / float(data.weights.sum()) / max(curvature, 1e-3) ** 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -14,7 +14,14 @@ import numpy as np
 from scipy.optimize import brentq, minimize, minimize_scalar
 from scipy.special import digamma, gammaln, logsumexp, ndtr, polygamma, stdtrit
 
-from qualms.arrays import Float64Array, FloatArray, IntArray, check_integer, check_number
+from qualms.arrays import (
+    Float64Array,
+    FloatArray,
+    IntArray,
+    check_integer,
+    check_number,
+    row_blocks,
+)
 from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.calibration.points import CalibrationData, make_folds, n_effective
 from qualms.errors import CalibrationError, InputError, QualmsWarning, unknown_choice
@@ -56,7 +63,8 @@ class Calibration(ABC):
 
     method: ClassVar[str]
     n_parameters: ClassVar[int]
-    needs_members: ClassVar[bool] = True  #: whether σ depends on the number of members
+    #: whether σ depends on the number of members, of which there must be three
+    needs_members: ClassVar[bool] = True
 
     alpha: float = 1.0
     gamma: float = 1.0
@@ -269,15 +277,6 @@ def log_std_moments(dof: float | FloatArray) -> tuple[Float64Array, Float64Array
     return 0.5 * (digamma(half) - np.log(half)), 0.25 * polygamma(1, half)
 
 
-def require_three_members(data: CalibrationData, method: str) -> None:
-    """Reject points with two members."""
-    if data.n_members.min() < 3:
-        raise CalibrationError(
-            f"Some points have only {data.n_members.min()} members; {method=} needs at least 3. "
-            "Use more members, or method='linear'."
-        )
-
-
 def fit_log_std_prior(
     data: CalibrationData, of_posterior: bool = False
 ) -> tuple[float, float, float]:
@@ -346,7 +345,6 @@ class StudentCalibration(Calibration):
         The prior matches mean m and variance τ² of ln s, which follow from ŝ alone: ln s is
         ln s₀ − ½ ln(χ²_ν₀/ν₀), so that τ² = ¼ψ′(ν₀/2).
         """
-        require_three_members(data, cls.method)
         m, _, tau = fit_log_std_prior(replace(data, n_components=1.0))
         log_half = brentq(lambda x: float(polygamma(1, np.exp(x))) - 4 * tau**2, -20.0, 20.0)
         dof = 2 * float(np.exp(log_half))
@@ -416,6 +414,8 @@ class StudentCalibration(Calibration):
 
 #: Nodes of the quadrature of shrinkage.
 _NODES = np.linspace(-4.5, 4.5, 61)
+#: Points that are integrated at once, whose arrays fit in the cache.
+_CHUNK = 512
 #: Size of the subset that the start of a larger fit of shrinkage is taken from.
 START_POINTS = 2000
 #: Bounds of ln α (after scaling by the typical standard deviation), γ, m and ln τ.
@@ -456,7 +456,6 @@ class ShrinkageCalibration(Calibration):
         the nodes are placed again by the last m and τ until these have converged. For many points,
         the start is a fit to a subset.
         """
-        require_three_members(data, cls.method)
         n = len(data.residuals)
         if near is None and n > 2 * START_POINTS:
             near = cls.fit(data.some(np.arange(n) % (n // START_POINTS) == 0))
@@ -505,7 +504,7 @@ class ShrinkageCalibration(Calibration):
         least = np.exp(self.log_std_mean - 3 * self.log_std_std)
         flat, counts = np.maximum(s.reshape(-1), least), c.reshape(-1)
         variance = np.empty(flat.shape)
-        for part in _chunks(flat.size):
+        for part in row_blocks(flat.size, _CHUNK):
             log_post, v = self._posterior(flat[part], counts[part])
             post = np.exp(log_post - log_post.max(axis=1, keepdims=True))
             variance[part] = np.sum(post * v, axis=1) / post.sum(axis=1)
@@ -514,7 +513,7 @@ class ShrinkageCalibration(Calibration):
     def density_of(self, data: CalibrationData) -> Float64Array:
         """Return ln p(z | ŝ), a mixture of Gaussians of all variances that ŝ allows: (n,)."""
         density = np.empty(len(data.residuals))
-        for part in _chunks(density.size):
+        for part in row_blocks(density.size, _CHUNK):
             log_post, v = self._posterior(data.ensemble_std[part], data.n_members[part])
             joint = log_post - 0.5 * (np.log(2 * np.pi * v) + data.residuals[part, None] ** 2 / v)
             density[part] = logsumexp(joint, axis=1) - logsumexp(log_post, axis=1)
@@ -529,11 +528,6 @@ class ShrinkageCalibration(Calibration):
         v = np.exp(2 * (np.log(self.alpha) + self.gamma * u))
         v += self.centre**2 * s2 / c[:, None]
         return log_weight - 0.5 * ((u - m) / tau) ** 2, v
-
-
-def _chunks(n: int) -> Iterator[slice]:
-    """Yield slices of 512 points, whose arrays fit in the cache."""
-    return (slice(start, start + 512) for start in range(0, n, 512))
 
 
 def _quadrature(
@@ -572,7 +566,7 @@ def _shrinkage_objective(
     tau2 = np.exp(2 * log_tau)
     n = len(data.residuals)
     log_density, gradients = np.empty(n), np.empty((n, 4))
-    for part in _chunks(n):
+    for part in row_blocks(n, _CHUNK):
         s, c = data.ensemble_std[part], data.n_members[part]
         u, s2, log_weight = _quadrature(s, c, m_nodes, tau_nodes)
         scaled_part = np.exp(2 * (log_alpha + gamma * u))
@@ -662,7 +656,6 @@ class SourcesCalibration(Calibration):
 
         `near`, a fit to similar points, has chosen the sources.
         """
-        require_three_members(data, cls.method)
         n = len(data.residuals)
         if n < MIN_POINTS:
             raise CalibrationError(
@@ -946,6 +939,11 @@ def fit_calibration(
         raise CalibrationError(
             f"All residuals are exactly zero, so no scale can be found (points: "
             f"{len(data.residuals)}). Use more points."
+        )
+    if cls.needs_members and data.n_members.min() < 3:
+        raise CalibrationError(
+            f"Some points have only {data.n_members.min()} members; {method=} needs at least 3. "
+            "Use more members, or method='linear'."
         )
     return cls.fit(data, near)
 

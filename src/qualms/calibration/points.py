@@ -22,6 +22,7 @@ from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWar
 from qualms.gp.ensemble import (
     MIN_ABSENT,
     FullModel,
+    Residuals,
     ensemble_mean_std,
     group_codes,
     out_of_bag_prediction,
@@ -219,14 +220,49 @@ def leave_groups_out(
         groups=kept.groups,
         group_columns=whitening.columns_of(kept.groups, owners),
     )
-    p, outputs = (
-        np.sqrt(left_out.variance),
-        zip(left_out.residuals.T, left_out.same_basis.T, strict=True),
-    )
+    p, outputs = np.sqrt(left_out.variance), (left_out.residuals.T, left_out.same_basis.T)
     return [
         FullModelData(z, p, novelty_std, with_own, has_posterior=has_posterior).scaled(scale)
-        for (z, with_own), scale in zip(outputs, full.scale, strict=True)
+        for z, with_own, scale in zip(*outputs, full.scale, strict=True)
     ]
+
+
+def out_of_bag_residuals(
+    y: Float64Array,
+    members: Float64Array,
+    absent: BoolArray,
+    full: FullModelData,
+    groups: IntArray,
+    sample_weight: Float64Array | None = None,
+) -> Residuals:
+    """Return the residuals of points by the full model and by their out-of-bag members.
+
+    Those of points that have no representatives of their own, if these are at least half of all:
+    the weight of a representative of a point that is left out is not determined by data, so that
+    errors are larger than those of new points, above all without an average over members.
+
+    Parameters
+    ----------
+    y : (n,) array
+        Reference values.
+    members : (n, N_R) array
+        Predictions of each member.
+    absent : (n, N_R) array of bool
+        Whether the point is out-of-bag for the member.
+    full : FullModelData
+    groups : (n,) array of int
+        Points of one group are not independent.
+    sample_weight : (n,) array, optional
+    """
+    used, mean, std, n_absent = out_of_bag_prediction(members, absent)
+    root = np.sqrt(np.ones(len(y)) if sample_weight is None else sample_weight)[used]
+    z = full.residuals_with_own[used] * root, (y[used] - mean) * root
+    residuals = Residuals(*z, std * root, n_absent, groups[used])
+    preferred = full.without_representatives[used]
+    if 2 * np.count_nonzero(preferred) < len(preferred):
+        return residuals
+    some: Any = (of_points[preferred] for of_points in residuals)
+    return Residuals(*some)
 
 
 def calibration_data(

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, StrArray
-from qualms.calibration.choice import fit_best, fit_out_of_bag, out_of_bag_points
+from qualms.calibration.choice import fit_out_of_bag, out_of_bag_points
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.groups import fit_grouped
-from qualms.calibration.methods import MODEL_METHODS, Calibration
+from qualms.calibration.methods import Calibration
 from qualms.calibration.points import CalibrationData
 from qualms.gp.ensemble import calibration_factors
 
@@ -120,12 +120,10 @@ def calibrate_points(
     ----------
     points : CalibrationData
     method : str
-        Name of a method; "auto": the one of highest likelihood.
+        Name of a method.
     n_subsampled, n_posterior : int
         Members of both kinds that predictions have.
     """
-    if method == "auto":
-        method = fit_best(points, MODEL_METHODS).method
     n = n_subsampled if n_posterior else 0
     scaled, isotropy = points, 0.0
     if points.component_std is not None:
@@ -168,7 +166,7 @@ def _by_element(
     if len(np.unique(symbols[some])) < 2:
         return nothing
     sample = points.some(some)
-    grouped = fit_grouped(sample, calibration.method, symbols[some], clusters=sample.groups)
+    grouped = fit_grouped(sample, calibration.method, symbols[some])
     factors = grouped.factors(symbols)
     factors /= np.sqrt(points.mean(factors**2))
     if np.ptp(factors) < 1e-3:

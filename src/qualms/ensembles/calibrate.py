@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -121,13 +121,12 @@ def calibrate_ensemble(
             "parameters. Use more points, or method='linear'."
         )
     isotropy = _isotropy(points, method)
-    data = _data(points, isotropy)
+    data = replace(_data(points, isotropy), groups=clusters)
     if method == "auto":
-        methods = candidate_methods(data, int(clusters.max()) + 1)
+        methods = candidate_methods(data)
     comparison = cross_validate(
         data,
         tuple(m for m in methods if N_PARAMETERS[m] < len(points)),
-        groups=clusters,
         labels=labels,
         n_folds=5,
         seed=seed,
@@ -142,7 +141,7 @@ def calibrate_ensemble(
     if candidate.grouped is not None and labels is not None:
         common = candidate.grouped.common(data, labels)
     calibration = candidate.calibration
-    intervals = confidence_intervals(calibration, common, groups=clusters)
+    intervals = confidence_intervals(calibration, common)
     std, kinds = np.empty(len(points)), np.full(len(points), "") if labels is None else labels
     for out, fitted in zip(comparison.folds, comparison.fold_calibrations[chosen], strict=True):
         std[out] = fitted.std_of(data.some(out), kinds[out]) * data.scale[out]

@@ -412,16 +412,6 @@ class Batch(NamedTuple):
 _Task = tuple[list[Atoms], list[IntArray]]
 
 
-def structure_blocks(offsets: IntArray, size: int = BATCH) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive structures with about `size` environments each."""
-    first, n = 0, len(offsets) - 1
-    while first < n:
-        last = int(np.searchsorted(offsets, offsets[first] + size, side="right")) - 1
-        last = min(max(last, first + 1), n)
-        yield first, last
-        first = last
-
-
 def stream_features(
     representation: Representation,
     structures: Iterable[tuple[Atoms, IntArray]],

@@ -37,7 +37,7 @@ from ase.data import chemical_symbols
 from numpy.typing import ArrayLike
 from pydantic import Field, PrivateAttr
 
-from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, whole_blocks
 from qualms.errors import InputError, QualmsWarning, did_you_mean
 from qualms.features.base import (
     PACKAGES,
@@ -52,7 +52,6 @@ from qualms.features.base import (
     Sample,
     Tape,
     offsets_of,
-    structure_blocks,
     validated,
 )
 from qualms.gp.kernels import ExponentialKernel, Kernel, LinearKernel, normalize_rows
@@ -463,7 +462,7 @@ class NetworkFeatures:
     ) -> Iterator[NetworkTape]:
         """Yield all environments, of some structures at a time."""
         offsets = offsets_of([len(atoms) for atoms in frames])
-        for first, last in structure_blocks(offsets, _ATOMS):
+        for first, last in whole_blocks(offsets, _ATOMS):
             atoms = np.arange(offsets[first], offsets[last])
             sizes = np.diff(offsets[first : last + 1])
             yield NetworkTape(

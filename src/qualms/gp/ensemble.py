@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -89,18 +89,8 @@ def draw_members(
         Labels. Whole groups are then in or out: samples of one crystal or of one trajectory are
         near-copies.
     """
-    if n_members < 2:
-        raise InputError(
-            f"`n_members` is {n_members}; a standard deviation needs at least 2 members.",
-            parameter="n_members",
-        )
     codes = group_codes(groups, n_train)
     n_groups = int(codes.max()) + 1
-    if groups is not None and n_groups < 2:
-        raise InputError(
-            "All samples are in one group, but subsamples are drawn from at least 2 `groups`.",
-            parameter="groups",
-        )
     if replace:
         draws = [rng.integers(n_groups, size=n_groups) for _ in range(n_members)]
     else:
@@ -386,17 +376,6 @@ class Residuals(NamedTuple):
     n_absent: IntArray  #: their number c
     groups: IntArray  #: points of the same group have correlated errors
 
-    def mostly(self, preferred: BoolArray) -> Residuals:
-        """Return the preferred points, if these are at least half of all.
-
-        The weight of a representative of a point that is left out is not determined by data: out of
-        bag, errors are larger than those of new points, above all without an average over members.
-        """
-        if 2 * np.count_nonzero(preferred) < len(preferred):
-            return self
-        some: Any = (of_points[preferred] for of_points in self)
-        return Residuals(*some)
-
 
 def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:
     """Return the share λ in [0, 1] of the ensemble mean in the blend, less its standard error.
@@ -424,6 +403,21 @@ def fit_centre(quantities: Iterable[Residuals], n_members: int) -> float:
     codes = np.unique(np.concatenate(groups), return_inverse=True)[1]
     error = np.linalg.norm(np.bincount(codes, a - share * b)) / b.sum()
     return float(np.clip(share - error, 0.0, 1.0))
+
+
+def resolve_centre(centre: str | float, quantities: Iterable[Residuals], n_members: int) -> float:
+    """Return the share λ of the ensemble mean in the prediction: as set, or fitted if "auto".
+
+    Parameters
+    ----------
+    centre : {"auto", "full", "members"} or float
+        The share itself, or 0 for the full model and 1 for the ensemble mean.
+    quantities, n_members
+        As in `fit_centre`.
+    """
+    if centre == "auto":
+        return fit_centre(quantities, n_members)
+    return {"full": 0.0, "members": 1.0}[centre] if isinstance(centre, str) else float(centre)
 
 
 def centred(

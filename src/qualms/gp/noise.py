@@ -37,8 +37,8 @@ from qualms.arrays import (
     row_blocks,
 )
 from qualms.errors import InputError, NumericalError
-from qualms.gp.sparse_gp import cholesky, cholesky_solve, cholesky_whiten
-from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows
+from qualms.gp.sparse_gp import cholesky, cholesky_whiten, solve_projected_process
+from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows, weighted_sum
 
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
@@ -165,8 +165,9 @@ def _search(
     return grid[tried], np.array([scores[i] for i in tried])
 
 
-def _left_out(n: int, groups: IntArray | None, max_rows: int = 4096) -> list[IntArray]:
+def _left_out(n: int, groups: IntArray | None) -> list[IntArray]:
     """Return sets of rows to leave out, evenly spaced: blocks of single rows, or whole groups."""
+    max_rows = 4096
     if groups is None:
         rows = np.linspace(0, n - 1, min(n, max_rows)).astype(np.intp)
         return [rows[block] for block in row_blocks(len(rows))]
@@ -213,26 +214,6 @@ def _refined_minimum(grid: Float64Array, scores: Float64Array) -> float:
 # Noise variances of several kinds of observations: energies, forces and virials.
 
 
-class _Sums(NamedTuple):
-    """Sums over some rows for least squares, kind by kind: ΦᵀΦ (k, r, r) and Φᵀy (k, r)."""
-
-    grams: Float64Array
-    projections: Float64Array
-
-    @classmethod
-    def of(cls, sums: Sequence[RowSums]) -> _Sums:
-        """Return the sums of each kind, whose first column is the target."""
-        return cls(np.stack([s.gram for s in sums]), np.stack([s.moment[:, 0] for s in sums]))
-
-    def solve(self, variances: Sequence[float], prior: float) -> Float64Array:
-        """Return the weights (r,), with rows weighted by ρ_k = σ_E²/σ_k²."""
-        ratios = variances[0] / np.array(variances)
-        A = np.tensordot(ratios, self.grams, 1).T  # symmetric; LAPACK overwrites Fortran order
-        A[np.diag_indices_from(A)] += variances[0] / prior
-        factor = cholesky(A)
-        return cholesky_solve(factor, ratios @ self.projections)
-
-
 def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
     """Return the mean of some values (n,) in each group that has any."""
     codes = np.unique(groups, return_inverse=True)[1]
@@ -240,31 +221,12 @@ def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
     return means
 
 
-class _Fold(NamedTuple):
-    """Rows of each quantity that are left out together, and the sums over all others."""
-
-    rows: list[IntArray]
-    rest: _Sums
-
-
-def _folds(kept: KeptRows, sums: BlockSums) -> list[_Fold]:
-    """Return blocks that are left out together, one in five; of large models, the first fold."""
-    n_blocks, names = sums.n_blocks, [*sums.sums]
-    n_folds = min(5, n_blocks)
-    folds = []
-    for k in range(1 if kept.Phi.shape[1] > 800 else n_folds):
-        others = [b for b in range(n_blocks) if b % n_folds != k]
-        out = kept.draw.block % n_folds == k
-        rows = [kept.rows[name][out[kept.rows[name]]] for name in names]
-        folds.append(_Fold(rows, _Sums.of([sums.total(name, others) for name in names])))
-    return folds
-
-
 def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..., Float64Array]:
     """Return the function of the variances of all quantities whose sum (k,) is minimised.
 
     It is `typical_log` of the mean absolute errors of groups left out, quantity by quantity; one
-    that fewer groups have counts less. Quantities of infinite variance are not learned from.
+    that fewer groups have counts less. Quantities of infinite variance are not learned from. Left
+    out are blocks, one in five; of large models, only the first fifth.
 
     Parameters
     ----------
@@ -275,18 +237,26 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
     prior : float
         s², in the units of the first quantity squared.
     """
-    folds, groups = _folds(kept, sums), kept.groups
-    tests = [[(kept.Phi[some], kept.y[some, 0]) for some in fold.rows] for fold in folds]
-    left_out = [np.concatenate(rows) for rows in zip(*(fold.rows for fold in folds), strict=True)]
-    counts = np.array([len(np.unique(groups[rows])) for rows in left_out])
+    n_blocks, n_folds = sums.n_blocks, min(5, sums.n_blocks)
+    left_out, tests, rests = [], [], []
+    for k in range(1 if kept.Phi.shape[1] > 800 else n_folds):
+        others = [b for b in range(n_blocks) if b % n_folds != k]
+        out = kept.draw.block % n_folds == k
+        left_out.append([some[out[some]] for some in kept.rows.values()])
+        tests.append([(kept.Phi[some], kept.y[some, 0]) for some in left_out[-1]])
+        rests.append([sums.total(name, others) for name in kept.rows])
+    groups = [kept.groups[np.concatenate(rows)] for rows in zip(*left_out, strict=True)]
+    counts = np.array([len(np.unique(of_rows)) for of_rows in groups])
 
     def errors(*variances: float) -> Float64Array:
-        weights = [fold.rest.solve(variances, prior) for fold in folds]
-        logs = np.empty(len(left_out))
-        for k, rows in enumerate(left_out):
-            pairs = zip((of_fold[k] for of_fold in tests), weights, strict=True)
-            missed = [np.abs(y - Phi @ w) for (Phi, y), w in pairs]
-            logs[k] = typical_log(group_means(np.concatenate(missed), groups[rows]))
+        ratios = [variances[0] / variance for variance in variances]
+        missed: list[list[Float64Array]] = []
+        for test, rest in zip(tests, rests, strict=True):
+            model = solve_projected_process(weighted_sum(rest, ratios), variances[0] / prior)
+            w = model.weights[:, 0]  # the first column is the target
+            missed.append([np.abs(y - Phi @ w) for Phi, y in test])
+        of_quantities = zip(zip(*missed, strict=True), groups, strict=True)
+        logs = [typical_log(group_means(np.concatenate(z), g)) for z, g in of_quantities]
         return np.asarray(logs * (counts / counts.max()))
 
     return errors
@@ -316,7 +286,7 @@ def select_joint_noise(
     sums: BlockSums,
     *,
     prior: float,
-    fixed: Mapping[str, float] | None = None,
+    fixed: Mapping[str, float],
 ) -> dict[str, float]:
     """Select the noise variance of each quantity, in the units of its targets squared.
 
@@ -332,10 +302,10 @@ def select_joint_noise(
         Over all rows.
     prior : float
         s², in the units of the first quantity squared.
-    fixed : mapping from quantity to float, optional
+    fixed : mapping from quantity to float
         Variances that are not selected.
     """
-    fixed, rows, y, groups = fixed or {}, kept.rows, kept.y[:, 0], kept.groups
+    rows, y, groups = kept.rows, kept.y[:, 0], kept.groups
     kinds = tuple(rows.values())
     units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
     score = left_out_error(kept, sums, prior)

@@ -11,23 +11,24 @@ predictions of rows that are left out; draws from its posterior; factorisations.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
 from scipy.linalg import lapack
 
-from qualms import arrays
 from qualms.arrays import (
     Float64Array,
     FloatArray,
     IntArray,
     as_targets,
-    check_noise_variance,
+    check_number,
     check_sample_weight,
+    whole_blocks,
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning, counted
 from qualms.gp.sums import RowSums
@@ -77,27 +78,6 @@ class Whitening:
         unit[chosen, np.arange(len(chosen))] = 1.0
         inverse = cholesky_whiten(self.factor, unit)
         return {int(g): inverse[:, owners[chosen] == g] for g in np.unique(owners[chosen])}
-
-    def own_share(self, Phi: FloatArray, groups: IntArray, owners: IntArray) -> Float64Array:
-        """Return the prior variance (n,) of rows that only representatives of their group explain.
-
-        Without them φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to
-        them, and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
-
-        Parameters
-        ----------
-        Phi : (n, r) array
-        groups : (n,) array of int
-            Group of each row.
-        owners : (r,) array of int
-            Group of each representative.
-        """
-        share, order = np.zeros(len(Phi)), np.argsort(groups, kind="stable")
-        for group, U in self.columns_of(groups, owners).items():
-            rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
-            Q = np.linalg.qr(U)[0]
-            share[rows] = np.sum((Phi[rows] @ Q) ** 2, axis=1)
-        return share
 
     def features(self, K_XM: FloatArray, *, overwrite: bool = False) -> FloatArray:
         """Return the whitened features Φ = K_XM L⁻ᵀ, so that Φ Φᵀ = K_XM K_MM⁻¹ K_MX.
@@ -211,11 +191,12 @@ def solve_projected_process(sums: RowSums, noise_variance: float) -> ProjectedPr
 
     Eq. (3), Musil et al. 2019: with all points as representatives, Eqs. (1) and (2).
     """
-    check_noise_variance(noise_variance)
+    check_number("noise_variance", noise_variance, 0, strict=True)
     A = sums.gram.T  # a new symmetric array; in Fortran order LAPACK can overwrite it
     A[np.diag_indices_from(A)] += noise_variance
     factor = cholesky(A)
-    return ProjectedProcess(cholesky_solve(factor, sums.moment), factor, noise_variance)
+    weights = scipy.linalg.cho_solve((factor, True), sums.moment, check_finite=False)
+    return ProjectedProcess(weights, factor, noise_variance)
 
 
 def posterior_variance(
@@ -252,6 +233,9 @@ def novelty_without_own(
 ) -> Float64Array:
     """Return q² of training points without the representatives of their own group: (n,).
 
+    Without these φ is projected on what is orthogonal to the columns U of L⁻¹ that belong to them,
+    and φφᵀ smaller by φU(UᵀU)⁻¹Uᵀφᵀ.
+
     Parameters
     ----------
     Phi : (n, r) array
@@ -265,9 +249,12 @@ def novelty_without_own(
     m : int
         Number of leading representatives that novelty is measured with.
     """
-    leading = Phi[:, :m]
-    share = whitening.leading(m).own_share(leading, groups, owners[:m])
-    return novelty_variance(leading, k_xx) + share
+    leading, order = Phi[:, :m], np.argsort(groups, kind="stable")
+    q2 = novelty_variance(leading, k_xx)
+    for group, U in whitening.leading(m).columns_of(groups, owners[:m]).items():
+        rows = order[slice(*np.searchsorted(groups[order], [group, group + 1]))]
+        q2[rows] += np.sum((leading[rows] @ np.linalg.qr(U)[0]) ** 2, axis=1)
+    return q2
 
 
 class LeftOut(NamedTuple):
@@ -285,7 +272,7 @@ def leave_out(
     *,
     sample_weight: FloatArray | None = None,
     groups: IntArray | None = None,
-    group_columns: Mapping[int, Float64Array] | None = None,
+    group_columns: Mapping[int, Float64Array] = MappingProxyType({}),
 ) -> LeftOut:
     """Predict each row by the model that lacks it, or its group, in closed form.
 
@@ -312,36 +299,30 @@ def leave_out(
     group_columns : mapping from group to (r, k) array, optional
         Columns U of L⁻¹ of the representatives that belong to a group: `Whitening.columns_of`.
     """
-    root = _root_weight(sample_weight, len(Phi))
+    # Rows times √w turn noise σ²/w_n into σ².
+    root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     target = as_targets(y, len(Phi))
-    residuals: Float64Array = np.asarray(target - Phi @ model.weights)
-    if root is not None:  # rows times √w turn noise σ²/w_n into σ²
-        target, residuals = target * root, residuals * root
+    residuals: Float64Array = (target - Phi @ model.weights) * root
+    target = target * root
     same_basis, variance = np.empty_like(residuals), np.empty(len(Phi))
     groups = np.arange(len(Phi)) if groups is None else groups
-    group_columns = group_columns or {}
     labels, codes = np.unique(groups, return_inverse=True)
     order = np.argsort(codes, kind="stable")
     edges = np.flatnonzero(np.diff(codes[order], prepend=-1, append=len(codes)))
-    for block in _in_blocks(edges):
-        rows = order[block[0] : block[-1]]
-        A = Phi[rows] if root is None else Phi[rows] * root[rows]
-        V = cholesky_whiten(model.factor, A.T)
-        names = labels[codes[order[block[:-1]]]].tolist()
+    for i, j in whole_blocks(edges):
+        rows = order[edges[i] : edges[j]]
+        V = cholesky_whiten(model.factor, (Phi[rows] * root[rows]).T)
+        names = labels[i:j].tolist()
         columns = {name: group_columns[name] for name in names if name in group_columns}
-        if len(rows) == len(block) - 1 and not columns:
+        if len(rows) == len(names) and not columns:
             h = np.einsum("ij,ij->j", V, V)
             slack = np.maximum(1 - h, _EPS)
             same_basis[rows] = residuals[rows] = residuals[rows] / slack[:, None]
             variance[rows] = h / slack
             continue
-        W = (
-            cholesky_whiten(model.factor, np.concatenate([*columns.values()], axis=1))
-            if columns
-            else V
-        )
+        W = cholesky_whiten(model.factor, np.hstack([*columns.values()])) if columns else V
         first = 0
-        for name, (begin, end) in zip(names, pairwise((block - block[0]).tolist()), strict=True):
+        for name, (begin, end) in zip(names, pairwise(edges[i : j + 1] - edges[i]), strict=True):
             out, V_g = rows[begin:end], V[:, begin:end]
             values, U = np.linalg.eigh(V_g.T @ V_g)
             values = np.clip(values, 0.0, 1 - _EPS)
@@ -356,8 +337,6 @@ def leave_out(
             else:
                 residuals[out], variance[out] = same_basis[out], U**2 @ (values / (1 - values))
     variance = np.maximum(variance, 0.0) * model.noise_variance
-    if root is None:
-        return LeftOut(residuals, variance, same_basis)
     return LeftOut(residuals / root, variance / root[:, 0] ** 2, same_basis / root)
 
 
@@ -381,22 +360,6 @@ def _without_representatives(
     predicted = np.concatenate([y - residuals, weights])
     solved = np.linalg.solve(S, np.concatenate([predicted - M[:, :n] @ y, M[:, :n]], axis=1))
     return y + solved[:n, :T], -np.diag(solved[:n, T:])
-
-
-def _in_blocks(edges: IntArray) -> Iterator[IntArray]:
-    """Yield the edges of groups, whole ones, of about as many rows as are taken at once."""
-    first = 0
-    while first < len(edges) - 1:
-        last = int(np.searchsorted(edges, edges[first] + arrays.BLOCK, side="right")) - 1
-        last = max(last, first + 1)
-        yield edges[first : last + 1]
-        first = last
-
-
-def _root_weight(sample_weight: FloatArray | None, n: int) -> Float64Array | None:
-    """Return √w (n, 1), or None where nothing is to be scaled and so nothing to be copied."""
-    w = check_sample_weight(sample_weight, n)
-    return None if np.all(w == 1) else np.sqrt(w)[:, None]
 
 
 def posterior_deviations(
@@ -439,13 +402,6 @@ def cholesky(A: Float64Array) -> Float64Array:
             "Increase noise_variance, or scale the features."
         ) from error
     return factor
-
-
-def cholesky_solve(factor: Float64Array, B: Float64Array) -> Float64Array:
-    """Solve A X = B for B (n, …), given the lower Cholesky factor of A."""
-    flat = B.reshape(len(B), -1)
-    solved: Float64Array = scipy.linalg.cho_solve((factor, True), flat, check_finite=False)
-    return solved.reshape(B.shape)
 
 
 def cholesky_whiten(factor: Float64Array, B: FloatArray) -> Float64Array:

@@ -72,14 +72,11 @@ class RowSums:
         return float(np.sum(self.few**2) + sum(np.trace(panel) for panel in self.panels))
 
     def __add__(self, other: RowSums) -> RowSums:
-        few = np.concatenate([self.few, other.few])
-        panels = _added(self.panels, other.panels)
-        moment, squares = self.moment + other.moment, self.squares + other.squares
-        return RowSums(*_compact(panels, few), moment, squares)
+        return weighted_sum([self, other], [1.0, 1.0])
 
     def combined(self, coefficients: Float64Array) -> RowSums:
-        """Return the sums for targets C B, given B (c, T) or (c,) as columns."""
-        B = coefficients.reshape(len(self.squares), -1)
+        """Return the sums for targets C B, given B (c, T) as columns."""
+        B = coefficients
         return RowSums(self.panels, self.few, self.moment @ B, B.T @ self.squares @ B)
 
     def leading(self, r: int) -> RowSums:
@@ -153,27 +150,21 @@ def sum_rows(Phi: FloatArray, C: FloatArray, sample_weight: FloatArray | None = 
 def weighted_sum(parts: Sequence[RowSums], weights: Sequence[float]) -> RowSums:
     """Return the sums over all parts, the rows of each with their weights times a factor."""
 
-    def total(arrays: Iterable[tuple[float, Float64Array]]) -> Float64Array | None:
-        result: Float64Array | None = None
-        for w, array in arrays:
-            if result is None:
-                result = w * array
-            else:
-                result += array if w == 1 else w * array  # in place: they may be large
+    def total(terms: Sequence[tuple[float, Float64Array]]) -> Float64Array:
+        (w, first), *others = terms
+        result = w * first
+        for w, array in others:
+            result += array if w == 1 else w * array  # in place: they may be large
         return result
 
     pairs = list(zip(weights, parts, strict=True))
-    n_panels = max(len(part.panels) for part in parts)
-    panels = [
-        total((w, part.panels[k]) for w, part in pairs if part.panels) for k in range(n_panels)
-    ]
+    dense = [(w, part.panels) for w, part in pairs if part.panels]
+    n_panels = len(dense[0][1]) if dense else 0
+    panels = tuple(total([(w, some[k]) for w, some in dense]) for k in range(n_panels))
     few = np.concatenate([w**0.5 * part.few for w, part in pairs])
-    moment = total((w, part.moment) for w, part in pairs)
-    squares = total((w, part.squares) for w, part in pairs)
-    assert moment is not None
-    assert squares is not None
-    dense = tuple(panel for panel in panels if panel is not None)
-    return RowSums(*_compact(dense, few), moment, squares)
+    moment = total([(w, part.moment) for w, part in pairs])
+    squares = total([(w, part.squares) for w, part in pairs])
+    return RowSums(*_compact(panels, few), moment, squares)
 
 
 @dataclass(frozen=True)
