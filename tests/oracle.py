@@ -244,15 +244,15 @@ def rounded(x):
     return unit * round(x / unit)
 
 
-def farthest_points(X, n, start=0):
+def farthest_points(X, n):
     """The textbook loop on explicit differences: indices, and distances to the picks before."""
     X = np.asarray(X, dtype=np.float64)
-    indices, distances = [start], [np.inf]
+    indices, distances = [0], [np.inf]
 
     def squares(pick):
         return np.array([rounded(np.sum((x - X[pick]) ** 2)) for x in X])
 
-    nearest = squares(start)
+    nearest = squares(0)
     while len(indices) < n:
         pick = int(np.argmax(nearest))
         if nearest[pick] == 0:
@@ -261,26 +261,3 @@ def farthest_points(X, n, start=0):
         distances.append(math.sqrt(nearest[pick]))
         nearest = np.minimum(nearest, squares(pick))
     return indices, distances
-
-
-# --- members ---
-
-
-def ridge_weights(Phi, Y, noise_variance, row_weight):
-    """(r, T): the normal equations summed row by row, and an explicit inverse."""
-    Phi, Y = np.asarray(Phi, dtype=np.float64), np.asarray(Y, dtype=np.float64)
-    gram, moment = noise_variance * np.eye(Phi.shape[1]), 0.0
-    for phi, y, c in zip(Phi, Y, row_weight, strict=True):
-        gram = gram + c * np.outer(phi, phi)
-        moment = moment + c * np.outer(phi, y)
-    return np.linalg.inv(gram) @ moment
-
-
-def member_weights(Phi, Y, counts, noise_variance, sample_weight=None):
-    """(r, T, N_R): one ridge regression after another."""
-    sample_weight = np.ones(len(Phi)) if sample_weight is None else sample_weight
-    solved = []
-    for i in range(counts.shape[1]):
-        own = Y[:, :, i] if Y.ndim == 3 else Y
-        solved.append(ridge_weights(Phi, own, noise_variance, counts[:, i] * sample_weight))
-    return np.stack(solved, axis=-1)

@@ -21,8 +21,8 @@ def soap_like(rng, n_points, n_features, n_latent=6, dtype=np.float64):
     return (X / np.linalg.norm(X, axis=1, keepdims=True)).astype(dtype)
 
 
-def assert_textbook(picks, X, n, start=0, rtol=1e-7):
-    indices, distances = oracle.farthest_points(X, n, start)
+def assert_textbook(picks, X, n, rtol=1e-7):
+    indices, distances = oracle.farthest_points(X, n)
     assert picks.indices.tolist() == indices
     np.testing.assert_allclose(picks.distances, distances, rtol=rtol)
 
@@ -39,8 +39,8 @@ def tiny_pools(monkeypatch):
 @pytest.mark.parametrize(("n_points", "n_features", "n"), [(1, 3, 1), (2, 1, 2), (60, 4, 60)])
 def test_small_cases_are_the_textbook_loop(n_points, n_features, n):
     X = np.random.default_rng(0).normal(size=(n_points, n_features))
-    picks = farthest_points(X, n, start=n_points - 1)
-    assert_textbook(picks, X, n, start=n_points - 1)
+    picks = farthest_points(X, n)
+    assert_textbook(picks, X, n)
     assert picks.distances[0] == np.inf
     assert picks.indices.dtype == np.intp
 
@@ -49,7 +49,7 @@ def test_small_cases_are_the_textbook_loop(n_points, n_features, n):
 def test_pools_give_the_textbook_picks(kind):
     rng = np.random.default_rng(1)
     X = rng.normal(size=(3000, 20)) if kind == "gaussian" else soap_like(rng, 3000, 20)
-    assert_textbook(farthest_points(X, 300, start=17), X, 300, start=17)
+    assert_textbook(farthest_points(X, 300), X, 300)
 
 
 @pytest.mark.usefixtures("tiny_pools")
@@ -67,8 +67,8 @@ def test_integer_grids_break_ties_and_skip_duplicates_as_the_textbook_does(
     # Integers make the arithmetic exact: ties are ties, and most rows are repeated.
     rng = np.random.default_rng(seed)
     X = rng.integers(0, levels, size=(n_points, n_features)).astype(rng.choice(["f4", "f8"]))
-    n, start = max(1, int(fraction * n_points)), int(rng.integers(n_points))
-    assert_textbook(farthest_points(X, n, start=start), X, n, start=start)
+    n = max(1, int(fraction * n_points))
+    assert_textbook(farthest_points(X, n), X, n)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -154,7 +154,16 @@ KERNEL = GOOD @ GOOD.T
 
 
 @pytest.mark.parametrize(
-    "X", [np.where(GOOD == 5, np.nan, GOOD), GOOD[0], GOOD[:0], GOOD[:, :0], np.array([["a"]])]
+    "X",
+    [
+        np.where(GOOD == 5, np.nan, GOOD),
+        np.tile(np.where(GOOD == 5, np.inf, GOOD), (100, 1)),
+        np.array([[1.0], [1e30]], dtype=np.float32),
+        GOOD[0],
+        GOOD[:0],
+        GOOD[:, :0],
+        np.array([["a"]]),
+    ],
 )
 def test_bad_features(X):
     with rejects("X"):
@@ -172,12 +181,3 @@ def test_bad_kernels(K):
 def test_bad_counts(select, n):
     with rejects("n"):
         select(KERNEL, n)
-
-
-def test_bad_starts_and_sources():
-    with rejects("start"):
-        farthest_points(GOOD, 2, start=4)
-    with rejects("X"):
-        farthest_points(np.array([[1.0], [1e30]], dtype=np.float32), 1)
-    with rejects("X"):
-        farthest_points(np.tile(np.where(GOOD == 5, np.inf, GOOD), (100, 1)), 1)

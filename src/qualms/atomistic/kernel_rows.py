@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from qualms.arrays import Float64Array, FloatArray, IntArray, whole_blocks
-from qualms.gp.kernels import Kernel, sum_over_structures
+from qualms.gp.kernels import Kernel, average_over_structures
 
 #: Elements of a kernel block: 64 MB of float64.
 _ELEMENTS = 8_000_000
@@ -83,7 +83,7 @@ class Basis:
             if self.per_atom:
                 rows[begin:end] = K
             else:
-                rows[first:last] = sum_over_structures(K, local, average=True)
+                rows[first:last] = average_over_structures(K, local)
         rows *= self.scale
         return rows
 

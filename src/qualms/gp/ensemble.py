@@ -497,7 +497,7 @@ def fit_full_model(
         Variance of repeated observations whose averages are y, in the units of y². It is the noise
         variance if y is constant.
     """
-    first, alone, T = sums.target, len(noise) == 1, len(mean)
+    first, alone, T = next(iter(noise)), len(noise) == 1, len(mean)
     if alone:
         squares = np.sum([part.squares for part in sums.sums[first]], axis=0)
         variance = np.diag(squares)[:T] / squares[-1, -1]
@@ -507,14 +507,12 @@ def fit_full_model(
         variance, constant = _variance_of_derivatives(sums), np.zeros(T, bool)
     scale = np.where(constant, 1e-6 * np.where(mean == 0, 1.0, np.abs(mean)), variance**0.5)
     unit = float(np.mean(scale[constant == constant.all()] ** 2))
-    columns = np.zeros((len(next(iter(sums.sums.values()))[0].squares), T))
-    columns[np.arange(T), np.arange(T)] = np.where(constant, 0.0, 1 / scale)
+    columns = np.eye(len(sums.sums[first][0].squares), T) * np.where(constant, 0.0, 1 / scale)
     targets = np.where(constant, 0.0, kept.y / scale)
     fixed = {name: float(v) for name, v in noise.items() if not isinstance(v, str)}
-    total = sums.total(first).combined(columns) if alone else None
     if len(fixed) == len(noise):
         variances = fixed
-    elif total is None:
+    elif not alone:
         variances = select_joint_noise(kept, sums, prior=unit, fixed=fixed)
     elif constant.all():
         # Only the scatter of replicates, if there is any, determines the noise.
@@ -526,7 +524,7 @@ def fit_full_model(
             targets,
             noise_grid(float(kept.weight.mean())),  # σ²/w is the noise of an observation
             sample_weight=kept.weight,
-            sums=total,
+            sums=sums.total(first).combined(columns),
             groups=kept.groups,
         )
         variances = {first: unit * selection.noise_variance}
@@ -534,9 +532,8 @@ def fit_full_model(
     weight = kept.weight.copy()
     for name, ratio in ratios.items():
         weight[kept.rows[name]] *= ratio
-    if total is None:
-        parts = [sums.total(name) for name in ratios]
-        total = weighted_sum(parts, [*ratios.values()]).combined(columns)
+    parts = [sums.total(name) for name in ratios]
+    total = weighted_sum(parts, [*ratios.values()]).combined(columns)
 
     def solve(factor: float) -> FullModel:
         raised = {name: factor * value for name, value in variances.items()}

@@ -1,4 +1,4 @@
-"""Kernels between inputs: Eq. (13) raised to a power, sums over structures, and Eq. (17).
+"""Kernels between inputs: Eq. (13) raised to a power, averages over structures, and Eq. (17).
 
 A kernel is any callable ``kernel(X, Y) -> (n, m)`` with a method ``diag(X) -> (n,)``. The ones
 below follow that protocol, and so does every object of `sklearn.gaussian_process.kernels`, which
@@ -8,6 +8,7 @@ can be used wherever these can.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,12 +35,24 @@ class Kernel(Protocol):
         ...
 
 
-class ProductKernel(Kernel, Protocol):
+class ProductKernel(ABC):
     """A kernel that is a function of the inner product, k(x, x′) = f(x·x′)."""
 
+    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
+        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
+        return self._value(_inner_products(X, Y))
+
+    def diag(self, X: FloatArray, /) -> FloatArray:
+        """Return the kernel of each row of X (n, d) with itself: (n,)."""
+        return self._value(np.einsum("ij,ij->i", X, X))
+
+    @abstractmethod
+    def _value(self, products: FloatArray) -> FloatArray:
+        """Return f; products may be overwritten, as they are the largest array of a stream."""
+
+    @abstractmethod
     def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
         """Return f and its derivative f′, for products x·x′ of any shape."""
-        ...
 
 
 def normalize_rows(X: FloatArray) -> FloatArray:
@@ -56,7 +69,7 @@ def normalize_rows(X: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class PowerKernel:
+class PowerKernel(ProductKernel):
     """The power kernel k(x, x′) = [(x·x′ + c) / (1 + c)]^ζ of normalised features.
 
     With c = 0 this is the SOAP kernel of Eq. (13), Musil et al. 2019, raised to the power ζ, as is
@@ -95,15 +108,11 @@ class PowerKernel:
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
         if not self.n_exact or X.dtype == Y.dtype == np.float64:
-            return self._power(_inner_products(X, Y))
+            return super().__call__(X, Y)
         q = self.n_exact
         dots = X[:, :q].astype(np.float64, copy=False) @ Y[:, :q].astype(np.float64, copy=False).T
         dots += X[:, q:].astype(np.float32, copy=False) @ Y[:, q:].astype(np.float32, copy=False).T
-        return self._power(dots)
-
-    def diag(self, X: FloatArray, /) -> FloatArray:
-        """Return the kernel of each row of X (n, d) with itself: (n,)."""
-        return self._power(np.einsum("ij,ij->i", X, X))
+        return self._value(dots)
 
     def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
         """Return f and its derivative f′, for products x·x′ of any shape.
@@ -119,24 +128,23 @@ class PowerKernel:
         slope *= self.exponent / (1 + self.offset)
         return value, slope
 
-    def _power(self, dots: FloatArray) -> FloatArray:
-        """Apply offset and exponent in place: a kernel block is the largest array of a stream."""
-        if not np.issubdtype(dots.dtype, np.floating):
-            dots = dots.astype(np.float64)
+    def _value(self, products: FloatArray) -> FloatArray:
+        if not np.issubdtype(products.dtype, np.floating):
+            products = products.astype(np.float64)
         if self.offset:
-            dots += dots.dtype.type(self.offset)
-            dots /= dots.dtype.type(1 + self.offset)
+            products += products.dtype.type(self.offset)
+            products /= products.dtype.type(1 + self.offset)
         if float(self.exponent).is_integer():
-            return _integer_power(dots, int(self.exponent))
-        lowest = float(dots.min(initial=0.0))
-        if not self.clip and lowest < -100 * np.finfo(dots.dtype).eps:  # more than rounding
+            return _integer_power(products, int(self.exponent))
+        lowest = float(products.min(initial=0.0))
+        if not self.clip and lowest < -100 * np.finfo(products.dtype).eps:  # more than rounding
             raise InputError(
                 f"Some products x·x′ are negative (down to {lowest:.3g}), which cannot be raised "
                 f"to the power {self.exponent:g}. Use an integer `exponent`, or `offset=1`.",
                 parameter="exponent",
             )
-        np.maximum(dots, 0, out=dots)
-        return np.power(dots, dots.dtype.type(self.exponent), out=dots)
+        np.maximum(products, 0, out=products)
+        return np.power(products, products.dtype.type(self.exponent), out=products)
 
 
 def _inner_products(X: FloatArray, Y: FloatArray) -> FloatArray:
@@ -176,7 +184,7 @@ def _integer_power(x: FloatArray, exponent: int) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class LinearKernel:
+class LinearKernel(ProductKernel):
     """The kernel k(x, x′) = x·x′ + c of features as they are; ``offset`` c is for a constant."""
 
     offset: float = 0.0
@@ -184,13 +192,8 @@ class LinearKernel:
     def __post_init__(self) -> None:
         check_number("offset", self.offset, 0)
 
-    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
-        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
-        return _inner_products(X, Y) + self.offset
-
-    def diag(self, X: FloatArray, /) -> FloatArray:
-        """Return the kernel of each row of X (n, d) with itself: (n,)."""
-        return np.asarray(np.einsum("ij,ij->i", X, X)) + self.offset
+    def _value(self, products: FloatArray) -> FloatArray:
+        return products + self.offset
 
     def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
         """Return f and its derivative f′, for products x·x′ of any shape."""
@@ -198,7 +201,7 @@ class LinearKernel:
 
 
 @dataclass(frozen=True)
-class ExponentialKernel:
+class ExponentialKernel(ProductKernel):
     """The kernel k(x, x′) = (exp(x·x′/ℓ²) − 1) / (exp(1/ℓ²) − 1) of normalised features.
 
     It is the Gaussian kernel exp(−|x − x′|²/2ℓ²) of unit vectors less a constant, so that it is
@@ -210,22 +213,13 @@ class ExponentialKernel:
     def __post_init__(self) -> None:
         check_number("length_scale", self.length_scale, 0.1)
 
-    def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
-        """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
-        return self._of(_inner_products(X, Y))
-
-    def diag(self, X: FloatArray, /) -> FloatArray:
-        """Return the kernel of each row of X (n, d) with itself: (n,)."""
-        return self._of(np.einsum("ij,ij->i", X, X))
-
     def value_and_slope(self, products: Float64Array, /) -> tuple[Float64Array, Float64Array]:
         """Return f and its derivative f′, for products x·x′ of any shape."""
-        value = self._of(products.copy())
+        value = self._value(products.copy())
         slope = (value + 1 / np.expm1(self.length_scale**-2)) / self.length_scale**2
         return np.asarray(value), np.asarray(slope)
 
-    def _of(self, products: FloatArray) -> FloatArray:
-        """Apply the function in place."""
+    def _value(self, products: FloatArray) -> FloatArray:
         products *= products.dtype.type(self.length_scale**-2)
         np.expm1(products, out=products)
         products /= products.dtype.type(np.expm1(self.length_scale**-2))
@@ -296,6 +290,12 @@ class WeightedSumKernel:
                 parameter="weights",
             )
 
+    @property
+    def terms(self) -> list[tuple[Kernel, float, slice]]:
+        """Kernels, their weights and columns."""
+        columns = self.columns or [slice(None)] * len(self.kernels)
+        return list(zip(self.kernels, self.weights, columns, strict=True))
+
     def __call__(self, X: FloatArray, Y: FloatArray, /) -> FloatArray:
         """Return the kernel between the rows of X (n, d) and those of Y (m, d): (n, m)."""
         return self._sum(lambda kernel, columns: kernel(X[:, columns], Y[:, columns]))
@@ -305,26 +305,22 @@ class WeightedSumKernel:
         return self._sum(lambda kernel, columns: kernel.diag(X[:, columns]))
 
     def _sum(self, term: Callable[[Kernel, slice], FloatArray]) -> FloatArray:
-        columns = self.columns or [slice(None)] * len(self.kernels)
-        terms = zip(self.kernels, self.weights, columns, strict=True)
-        products = (float(w) * term(kernel, cols) for kernel, w, cols in terms)
-        return functools.reduce(np.add, products)
+        return functools.reduce(np.add, (float(w) * term(k, some) for k, w, some in self.terms))
 
 
 def product_terms(kernel: Kernel) -> list[tuple[ProductKernel, float, slice]]:
     """Return the terms of a kernel: functions of inner products, their weights and columns."""
     terms: list[tuple[Kernel, float, slice]] = [(kernel, 1.0, slice(None))]
     if isinstance(kernel, WeightedSumKernel):
-        columns = kernel.columns or [slice(None)] * len(kernel.kernels)
-        terms = list(zip(kernel.kernels, kernel.weights, columns, strict=True))
+        terms = kernel.terms
     return cast(list[tuple[ProductKernel, float, slice]], terms)
 
 
-def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = False) -> Float64Array:
-    """Sum (or average) rows of environments into rows of structures.
+def average_over_structures(K: FloatArray, offsets: IntArray) -> Float64Array:
+    """Average rows of environments into rows of structures.
 
-    The kernel of a property that is a sum (or average) over environments is the sum (or average)
-    of their kernels (De et al. 2016; averages for QM9 in Musil et al. 2019). Sums are in float64.
+    The kernel of a property that is an average over environments is the average of their kernels
+    (De et al. 2016; for QM9 in Musil et al. 2019). Sums are in float64.
 
     Parameters
     ----------
@@ -332,8 +328,6 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
         Kernel rows, environments of one structure next to each other.
     offsets : (n_structures + 1,) array of int
         Environments of structure s are rows ``offsets[s]:offsets[s + 1]``; no structure is empty.
-    average : bool
-        Divide by the number of environments.
     """
     offsets = np.asarray(offsets, dtype=np.intp)
     sizes = np.diff(offsets)
@@ -346,8 +340,7 @@ def sum_over_structures(K: FloatArray, offsets: IntArray, *, average: bool = Fal
     sums = np.empty((len(sizes), K.shape[1]))
     for s, (begin, end) in enumerate(pairwise(offsets)):
         np.sum(K[begin:end], axis=0, dtype=np.float64, out=sums[s])
-    if average:
-        sums /= sizes[:, None]
+    sums /= sizes[:, None]
     return sums
 
 

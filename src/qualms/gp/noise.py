@@ -36,7 +36,7 @@ from qualms.arrays import (
     check_sample_weight,
     row_blocks,
 )
-from qualms.errors import InputError, NumericalError
+from qualms.errors import NumericalError
 from qualms.gp.sparse_gp import cholesky, cholesky_whiten, solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows, weighted_sum
 
@@ -63,7 +63,7 @@ def noise_grid(variance: float) -> Float64Array:
 def select_noise(
     Phi: FloatArray,
     y: FloatArray,
-    grid: FloatArray,
+    grid: Float64Array,
     *,
     sample_weight: FloatArray | None = None,
     sums: RowSums | None = None,
@@ -89,11 +89,6 @@ def select_noise(
     groups : (N,) array of int, optional
         Rows that are left out together, such as atoms of one crystal.
     """
-    tried = np.asarray(grid, dtype=np.float64)
-    if len(tried) < 3 or not np.all(np.isfinite(tried)) or np.any(np.diff(tried, prepend=0) <= 0):
-        raise InputError(
-            f"`grid` is {tried}; use at least 3 increasing noise variances > 0.", parameter="grid"
-        )
     Y = as_targets(y, len(Phi))
     root = np.sqrt(check_sample_weight(sample_weight, len(Phi)))[:, None]
     sums = sum_rows(Phi, Y, sample_weight) if sums is None else sums
@@ -114,11 +109,11 @@ def select_noise(
         return total / count
 
     if len(gram) > _MANY_COLUMNS:
-        tried, scores = _search(gram, tried, loo)
+        grid, scores = _search(gram, grid, loo)
     else:
         S, V = scipy.linalg.eigh(gram, check_finite=False)
-        scores = loo(_Basis(lambda rows: rows @ V, np.maximum(S, 0.0)[:, None] + tried))
-    return NoiseSelection(_refined_minimum(tried, scores), scores)
+        scores = loo(_Basis(lambda rows: rows @ V, np.maximum(S, 0.0)[:, None] + grid))
+    return NoiseSelection(_refined_minimum(grid, scores), scores)
 
 
 class _Basis(NamedTuple):

@@ -32,16 +32,11 @@ def _as_float(X: FloatArray, name: str) -> FloatArray:
     return array
 
 
-def _check_counts(name: str, size: int, n: int, start: int = 0) -> None:
-    """Reject more picks than rows, and a start that is not a row."""
+def _check_count(name: str, size: int, n: int) -> None:
+    """Reject more picks than rows."""
     if check_integer("n", n, 1) > size:
         raise InputError(
             f"`n` is {n}, but `{name}` has only {counted(size, 'row')}.", parameter="n"
-        )
-    if check_integer("start", start, 0) >= size:
-        raise InputError(
-            f"`start` is {start}; it is a row of `{name}`, from 0 to {size - 1}.",
-            parameter="start",
         )
 
 
@@ -93,10 +88,9 @@ def farthest_points(
     X: FloatArray,
     n: int,
     *,
-    start: int = 0,
     on_pick: Callable[[int], object] | None = None,
 ) -> FarthestPoints:
-    """Pick rows one by one, each the farthest from those already picked.
+    """Pick rows one by one from the first on, each the farthest from those already picked.
 
     The picks are those of the textbook loop on squared distances that are rounded to 14 bits, four
     digits; of equal ones the first row is picked. So rounding of the features, which depends on the
@@ -117,8 +111,6 @@ def farthest_points(
         Features, float32 or float64. Read in blocks and never copied as a whole.
     n : int
         How many rows to pick.
-    start : int
-        The first pick.
     on_pick : callable, optional
         Called with the number of picks after each one, to show progress.
 
@@ -129,7 +121,7 @@ def farthest_points(
         with ε the machine precision of `X`, counts as a repetition.
     """
     X = _as_float(X, "X")
-    _check_counts("X", len(X), n, start)
+    _check_count("X", len(X), n)
     norms = np.empty(len(X))
     for rows in row_blocks(len(X)):
         block = X[rows].astype(np.float64)
@@ -143,9 +135,9 @@ def farthest_points(
     search = _Search(X, n, on_pick)
     ids = np.arange(len(X))
     level = _Level(X, norms, ids, np.full(len(X), np.inf), np.zeros_like(ids))
-    search.record(level, start)
+    search.record(level, 0)
     search.refresh(level, -np.inf)
-    level.d2[start] = -np.inf
+    level.d2[0] = -np.inf
     search.advance(level, (0.0, 1))  # beaten by every positive distance, whatever its index
     return FarthestPoints(np.array(search.indices, dtype=np.intp), np.sqrt(search.d2))
 
@@ -336,7 +328,7 @@ def cur(K: FloatArray, n: int) -> IntArray:
     K = _as_float(K, "K")
     if K.shape[0] != K.shape[1]:
         raise InputError(f"`K` has the shape {K.shape}; it must be a square matrix.", parameter="K")
-    _check_counts("K", len(K), n)
+    _check_count("K", len(K), n)
     if not np.isfinite(K).all():
         raise InputError("`K` has NaN, infinite or overflowing values.", parameter="K")
     bounds = max(len(K) - n, 0), len(K) - 1

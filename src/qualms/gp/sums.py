@@ -205,11 +205,11 @@ class Draw:
         sample_weight : (n,) array, optional
             Positive; one by default.
         """
-        weight = check_sample_weight(sample_weight, len(Phi))
         sums = {}
         for b in np.unique(self.block).tolist():
             rows = np.flatnonzero(self.block == b)
-            sums[b] = sum_rows(Phi[rows], C[rows], weight[rows])
+            weight = None if sample_weight is None else sample_weight[rows]
+            sums[b] = sum_rows(Phi[rows], C[rows], weight)
         return sums
 
 
@@ -232,14 +232,9 @@ class BlockSums:
         return cls({k: [v.get(b, nothing) for b in range(n_blocks)] for k, v in sums.items()})
 
     @property
-    def target(self) -> str:
-        """The first quantity, of which others are derivatives."""
-        return next(iter(self.sums))
-
-    @property
     def n_blocks(self) -> int:
         """B."""
-        return len(self.sums[self.target])
+        return len(next(iter(self.sums.values())))
 
     def total(self, name: str, blocks: Iterable[int] | None = None) -> RowSums:
         """Return the sums of a quantity over all blocks, or some of them."""
