@@ -24,7 +24,6 @@ from qualms.gp.ensemble import (
     subsample_size,
     with_points,
 )
-from qualms.gp.noise import select_noise
 from qualms.gp.sparse_gp import solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, sum_rows, weighted_sum
 
@@ -35,6 +34,7 @@ from qualms.gp.sums import BlockSums, KeptRows, sum_rows, weighted_sum
 @pytest.mark.parametrize("n", [6, 20, 700])  # few rows, which are kept, and many
 def test_sums_of_parts(n, panel, monkeypatch):
     monkeypatch.setattr("qualms.gp.sums._PANEL", panel)
+    monkeypatch.setattr("qualms.arrays.BLOCK", 90)
     rng = np.random.default_rng(0)
     Phi, C, w = rng.normal(size=(n, 7)), rng.normal(size=(n, 2)), rng.uniform(0.5, 2, n)
     half = slice(0, n // 2), slice(n // 2, n)
@@ -272,20 +272,6 @@ def test_noise_that_is_lost_in_rounding_is_raised(monkeypatch):
     monkeypatch.setattr(ensemble, "solve_projected_process", fails_at_first)
     with pytest.raises(NumericalError):
         fit_members(full, sums, kept, columns)
-
-
-def test_the_noise_is_selected_by_some_rows_left_out_of_all():
-    sums, kept, _ = problem()
-    grid, some = np.geomspace(1e-2, 1e2, 5), np.arange(3, 60, 7)
-    total, z, w = sums.total("energy").combined(np.eye(4)[:, :1]), kept.y[:, 0], kept.weight
-    found = select_noise(kept.Phi[some], z[some], grid, sample_weight=w[some], sums=total)
-    for noise, score in zip(grid, found.scores, strict=True):
-        errors = []
-        for i in some:
-            rest = np.delete(np.arange(60), i)
-            model = solve_projected_process(sum_rows(kept.Phi[rest], z[rest], w[rest]), noise)
-            errors.append(w[i] * abs(z[i] - model.mean(kept.Phi[[i]])[0, 0]))
-        assert score == pytest.approx(sum(errors) / w[some].sum(), rel=1e-9)
 
 
 def test_rows_of_one_block():

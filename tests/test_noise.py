@@ -11,7 +11,7 @@ from qualms.gp.noise import (
     select_noise,
     typical_log,
 )
-from qualms.gp.sparse_gp import leave_out, solve_projected_process
+from qualms.gp.sparse_gp import solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, sum_rows
 
 N = 30
@@ -22,30 +22,29 @@ WEIGHT = rng.uniform(0.5, 3, size=N)
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_loo_curve_is_the_mean_size_of_leave_one_out_residuals(weight):
-    Y2 = np.stack([Y, Y**2], axis=1)
-    grid = np.geomspace(1e-4, 10, 7)
-    selection = select_noise(PHI, Y2, grid, sample_weight=weight)
-    w = np.ones(N) if weight is None else weight
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("step", [1, 3])
+def test_scores_are_mean_absolute_errors_of_rows_or_groups_left_out(weight, size, step):
+    """Of all rows, or of those of every third group, with the sums over all."""
+    Y2, grid = np.stack([Y, Y**2], axis=1), np.geomspace(1e-4, 10, 7)
+    groups, w = np.arange(N) // size, np.ones(N) if weight is None else weight
+    some = groups % step == 0
+    selection = select_noise(
+        PHI[some],
+        Y2[some],
+        grid,
+        sample_weight=None if weight is None else weight[some],
+        sums=None if step == 1 else sum_rows(PHI, Y2, weight),
+        groups=None if size == 1 else groups[some],
+    )
     for noise, score in zip(grid, selection.scores, strict=True):
-        model = solve_projected_process(sum_rows(PHI, Y2, weight), noise)
-        residuals = leave_out(model, PHI, Y2, sample_weight=weight).residuals
-        assert score == pytest.approx(w @ np.abs(residuals).mean(axis=1) / w.sum(), rel=1e-6)
-
-
-@pytest.mark.parametrize("weight", [None, WEIGHT])
-def test_groups_are_left_out_together(weight):
-    groups = np.random.default_rng(1).integers(5, size=N)
-    grid = np.geomspace(1e-3, 10, 5)
-    selection = select_noise(PHI, Y, grid, sample_weight=weight, groups=groups)
-    w = np.ones(N) if weight is None else weight
-    for noise, score in zip(grid, selection.scores, strict=True):
-        residuals = np.empty(N)
+        residuals = np.empty((N, 2))
         for group in np.unique(groups):
-            out, kept = groups == group, groups != group
-            model = solve_projected_process(sum_rows(PHI[kept], Y[kept], w[kept]), noise)
-            residuals[out] = Y[out] - model.mean(PHI[out])[:, 0]
-        assert score == pytest.approx(w @ np.abs(residuals) / w.sum(), rel=1e-6)
+            out = groups == group
+            model = solve_projected_process(sum_rows(PHI[~out], Y2[~out], w[~out]), noise)
+            residuals[out] = Y2[out] - model.mean(PHI[out])
+        expected = w[some] @ np.abs(residuals[some]).mean(axis=1) / w[some].sum()
+        assert score == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -84,22 +83,12 @@ def test_the_noise_of_synthetic_data_is_found():
     assert np.median(found) == pytest.approx(0.09, rel=1.0)
 
 
-def test_known_sums_can_be_used():
-    grid = noise_grid(1.0)
-    full = select_noise(PHI, Y, grid)
-    np.testing.assert_allclose(
-        select_noise(PHI, Y, grid, sums=sum_rows(PHI, Y)).scores, full.scores
-    )
-
-
-def problem(rng, n=80, r=15, per=6):
-    """Energies and forces of a linear function, with noise."""
-    Phi = rng.normal(size=(n * (1 + per), r))
-    is_force = np.arange(len(Phi)) >= n
-    noise = np.where(is_force, 0.5, 0.05)
-    y = Phi @ rng.normal(size=r) + noise * rng.normal(size=len(Phi))
-    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), per)])
-    return Phi, y, is_force, groups
+def problem(rng, n=80, r=15, rows=(1, 6), noise=(0.05, 0.5)):
+    """Energies, forces and perhaps virials of a linear function: rows for each, with noise."""
+    kind = np.repeat(np.arange(len(rows)), np.multiply(n, rows))
+    Phi = rng.normal(size=(len(kind), r))
+    y = Phi @ rng.normal(size=r) + np.array(noise)[kind] * rng.normal(size=len(kind))
+    return Phi, y, kind, np.concatenate([np.repeat(np.arange(n), k) for k in rows])
 
 
 def joint_noise(Phi, y, kind, groups, fixed=None):
@@ -135,9 +124,9 @@ def score_of_groups(z, groups):
 
 
 def test_left_out_errors_are_those_of_models_without_the_structures():
-    Phi, y, is_force, groups = problem(np.random.default_rng(2), n=20, r=5, per=3)
-    few = ~is_force | (groups < 8)
-    Phi, y, is_force, groups = Phi[few], y[few], is_force[few], groups[few]
+    Phi, y, kind, groups = problem(np.random.default_rng(2), n=20, r=5, rows=(1, 3))
+    few = (kind == 0) | (groups < 8)
+    Phi, y, is_force, groups = Phi[few], y[few], kind[few] == 1, groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     kept, sums = observed(Phi, y, dict(zip(("energy", "forces"), kinds, strict=True)), groups)
     left_out = [np.flatnonzero(kept.draw.block == b) for b in range(5)]
@@ -174,7 +163,8 @@ def test_the_score_has_no_units_and_no_group_decides_alone():
 def test_both_kinds_keep_small_errors():
     # Energies do not depend on half of the weights, and forces not on the other half.
     rng = np.random.default_rng(4)
-    Phi, _, is_force, groups = problem(rng, n=60, r=8, per=6)
+    Phi, _, kind, groups = problem(rng, n=60, r=8)
+    is_force = kind == 1
     Phi[is_force, :4] = 0.0
     Phi[~is_force, 4:] = 0.0
     w = rng.normal(size=8)
@@ -197,7 +187,8 @@ def test_both_kinds_keep_small_errors():
 def test_forces_do_not_make_energies_worse():
     # Forces follow other weights than energies: what is learned from one is wrong for the other.
     rng = np.random.default_rng(0)
-    Phi, _, is_force, groups = problem(rng, n=80, r=8, per=9)
+    Phi, _, kind, groups = problem(rng, n=80, r=8, rows=(1, 9))
+    is_force = kind == 1
     w = rng.normal(size=(8, 2)) @ [[1.0, 1.0], [0.0, 0.1]]
     noise = np.where(is_force, 0.02, 0.1)
     y = np.where(is_force, Phi @ w[:, 1], Phi @ w[:, 0]) + noise * rng.normal(size=len(Phi))
@@ -208,18 +199,9 @@ def test_forces_do_not_make_energies_worse():
     assert errors(found["energy"], found["forces"])[0] < alone + 0.05
 
 
-def three_kinds(rng, n=80, r=15):
-    """Energies, forces and virials of a linear function, with a noise for each."""
-    kind = np.repeat([0, 1, 2], [n, 5 * n, 2 * n])
-    Phi = rng.normal(size=(len(kind), r))
-    noise = np.array([0.05, 0.5, 0.01])[kind]
-    y = Phi @ rng.normal(size=r) + noise * rng.normal(size=len(kind))
-    groups = np.concatenate([np.arange(n), np.repeat(np.arange(n), 5), np.repeat(np.arange(n), 2)])
-    return Phi, y, kind, groups
-
-
 def test_virials_have_a_noise_of_their_own():
-    variances = [joint_noise(*three_kinds(np.random.default_rng(seed))) for seed in range(10)]
+    kinds = {"rows": (1, 5, 2), "noise": (0.05, 0.5, 0.01)}
+    variances = [joint_noise(*problem(np.random.default_rng(seed), **kinds)) for seed in range(10)]
     for name, expected in (("energy", 0.05), ("forces", 0.5), ("stress", 0.01)):
         noise = np.median([np.sqrt(selected[name]) for selected in variances])
         assert 0.5 < noise / expected < 2
@@ -231,7 +213,7 @@ def test_targets_of_another_length_are_rejected():
 
 
 def test_joint_noise_keeps_given_variances():
-    arguments = problem(np.random.default_rng(6), n=10, r=4, per=2)
+    arguments = problem(np.random.default_rng(6), n=10, r=4, rows=(1, 2))
     found = joint_noise(*arguments, fixed={"forces": 0.2})
     assert found["forces"] == 0.2
     assert found["energy"] > 0

@@ -269,16 +269,12 @@ class TrainingRows:
             raise InputError(
                 f"`replace` is {replace!r}; it must be True or False.", parameter="replace"
             )
-        if len(self.groups) < 2:
-            raise InputError(
-                "All rows of `X` are the same: at least 2 distinct ones are needed to draw "
-                "subsamples from.",
-                parameter="X",
-            )
         if len(np.unique(self.groups)) < 2:
+            parameter = "X" if len(self.groups) < 2 else "groups"
+            what = {"X": "rows of `X` are the same", "groups": "samples are in one of `groups`"}
             raise InputError(
-                "All samples are in one group, but subsamples are drawn from at least 2 `groups`.",
-                parameter="groups",
+                f"All {what[parameter]}; subsamples are drawn from at least 2 different ones.",
+                parameter=parameter,
             )
 
     def member_rows(self, counts: IntArray) -> list[IntArray]:

@@ -309,13 +309,9 @@ def calibration_data(
                 f"is {weights.min():.3g}.",
                 parameter="sample_weight",
             )
-    rounding = rounding_of(predicted if absent is None else np.where(absent, predicted, 0.0))
-    rows = np.arange(len(targets))
     if absent is None:
+        used, n_absent = np.ones(targets.shape, bool), np.full(targets.shape, predicted.shape[1])
         mean, ensemble_std = ensemble_mean_std(predicted)
-        data = CalibrationData(
-            targets - mean, ensemble_std, np.full(len(targets), predicted.shape[1]), weights
-        )
     else:
         used, mean, ensemble_std, n_absent = out_of_bag_prediction(predicted, absent)
         if not used.any():
@@ -323,12 +319,18 @@ def calibration_data(
                 f"No point is absent from at least {MIN_ABSENT} members, so there is nothing to "
                 "calibrate on. Increase n_members or decrease subsample."
             )
-        data = CalibrationData(targets[used] - mean, ensemble_std, n_absent, weights[used])
-        rounding, rows = rounding[used], np.flatnonzero(used)
-        if full is not None:
-            data = full.blended(data, used)
-        groups = None if groups is None else groups[used]
-    data = replace(data, groups=groups, rows=rows)
+        predicted = np.where(absent, predicted, 0.0)
+    data = CalibrationData(
+        targets[used] - mean,
+        ensemble_std,
+        n_absent,
+        weights[used],
+        groups=None if groups is None else groups[used],
+        rows=np.flatnonzero(used),
+    )
+    if full is not None:
+        data = full.blended(data, used)
+    rounding = rounding_of(predicted[used])
     if np.all(np.maximum(np.abs(data.residuals), data.ensemble_std) <= 1e4 * rounding):
         raise ExactFitError("The members are exact to rounding: there is no error to calibrate.")
     differ = data.ensemble_std > rounding
