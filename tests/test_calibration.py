@@ -594,15 +594,6 @@ def test_the_covariance_of_vectors_is_shrunk_towards_a_sphere(n_components):
         )
 
 
-def test_likelihoods_are_those_of_points_before_they_were_divided():
-    y, members = synthetic(0, n=200)
-    data, f = calibration_data(y, members), np.random.default_rng(1).uniform(0.5, 2, 200)
-    divided = dataclasses.replace(data, residuals=data.residuals / f, divided_by=f)
-    found = fit_calibration(divided, "linear")
-    density = gaussian_log_density(data.residuals, f * found.std_of(data))
-    assert found.log_likelihood == pytest.approx(density.mean())
-
-
 def test_a_direction_in_which_members_agree_has_no_uncertainty():
     members = np.random.default_rng(0).normal(size=(4, 3, 9))
     members[:, 2] = 1e-17 * members[:, 2]  # zero by symmetry

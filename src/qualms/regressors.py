@@ -69,6 +69,7 @@ from qualms.gp.ensemble import (
     fit_members,
     group_codes,
     keep_groups,
+    predictive_weights,
     resolve_centre,
 )
 from qualms.gp.kernels import (
@@ -85,7 +86,6 @@ from qualms.gp.sparse_gp import (
     Whitening,
     novelty_variance,
     novelty_without_own,
-    posterior_deviations,
     whiten,
 )
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
@@ -727,13 +727,9 @@ class ProjectedProcessRegressor(MultiOutputMixin, RegressorMixin, BaseEstimator)
             )
             without = sample.of_rows(of_points)
             centre = sample.resolve_centre(self.centre, predicted, absent, without)
-            # The posteriors of several outputs are independent.
-            draws = [
-                posterior_deviations(full.process, self.n_posterior, rng, basis.whitening.pivots)
-                for _ in full.scale
-            ]
-            drawn = np.stack(draws, axis=1) * full.scale[:, None]
-            blended = centred(weights, full.weights, centre, drawn)
+            blended = predictive_weights(
+                full, weights, centre, self.n_posterior, rng, basis.whitening.pivots
+            )
             intercepts = centred(intercepts, mean, centre, np.zeros(self.n_posterior))
             self.centre_ = self._outputs(centre)
             self.weights_ = self._outputs(basis.whitening.kernel_weights(blended), axis=1)

@@ -99,12 +99,13 @@ from qualms.gp.ensemble import (
     fit_members,
     n_blocks_of,
     out_of_bag_prediction,
+    predictive_weights,
     resolve_centre,
     with_points,
 )
 from qualms.gp.noise import group_means, typical_log
 from qualms.gp.representatives import LANDMARKS
-from qualms.gp.sparse_gp import leave_out, novelty_without_own, posterior_deviations
+from qualms.gp.sparse_gp import leave_out, novelty_without_own
 from qualms.gp.sums import Draw, sums_size
 from qualms.progress import Stages
 from qualms.resources import limited
@@ -968,11 +969,11 @@ def calibrate(
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
     settings = settings.model_copy(update={"calibration": method})
     whitening, environments = rows.representatives.whitening, rows.representatives.environments
-    full_weights = model.full.weights[:, 0]
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
-    process = model.full.process
-    drawn = posterior_deviations(process, settings.n_drawn, rng, whitening.pivots) * model.scale
-    columns = centred(ensemble.weights, full_weights, centre, drawn)
+    members = ensemble.weights[:, None]
+    columns = predictive_weights(
+        model.full, members, centre, settings.n_drawn, rng, whitening.pivots
+    )[:, 0]
     packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
@@ -984,7 +985,7 @@ def calibrate(
         # Row-major, as in a file: the order in memory decides how products are rounded.
         weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
         intercepts=centred(ensemble.intercepts, np.asarray(rows.center), centre, none),
-        pp_weights=np.ascontiguousarray(whitening.kernel_weights(full_weights)),
+        pp_weights=np.ascontiguousarray(whitening.kernel_weights(model.full.weights[:, 0])),
         pp_intercept=rows.center,
         baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations=calibrations,

@@ -22,7 +22,11 @@ from qualms.arrays import (
 )
 from qualms.errors import InputError, NumericalError, QualmsWarning, counted
 from qualms.gp.noise import noise_grid, select_joint_noise, select_noise
-from qualms.gp.sparse_gp import ProjectedProcess, solve_projected_process
+from qualms.gp.sparse_gp import (
+    ProjectedProcess,
+    posterior_deviations,
+    solve_projected_process,
+)
 from qualms.gp.sums import (
     FEW_ROWS,
     BlockSums,
@@ -552,6 +556,32 @@ def _variance_of_derivatives(sums: BlockSums) -> Float64Array:
     prior = sum(part.trace for part in parts)
     labels = sum(float(part.squares[0, 0]) for part in parts)
     return np.array([labels / prior if prior > 0 and labels else 1.0])
+
+
+def predictive_weights(
+    full: FullModel,
+    members: Float64Array,
+    centre: float | Float64Array,
+    n_posterior: int,
+    rng: np.random.Generator,
+    pivots: IntArray,
+) -> Float64Array:
+    """Return members centred on the prediction, and posterior members, as weights: (r, T, S + K).
+
+    Parameters
+    ----------
+    full : FullModel
+    members : (r, T, S) array
+        Weights of the subsampled members.
+    centre : float or (T,) array
+        λ.
+    n_posterior : int
+        K. The posteriors of several outputs are independent.
+    rng, pivots
+        As in `qualms.gp.sparse_gp.posterior_deviations`.
+    """
+    draws = [posterior_deviations(full.process, n_posterior, rng, pivots) for _ in full.scale]
+    return centred(members, full.weights, centre, np.stack(draws, axis=1) * full.scale[:, None])
 
 
 def fit_rows(
