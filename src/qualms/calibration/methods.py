@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,7 +23,7 @@ from qualms.arrays import (
 )
 from qualms.calibration.conformal import Conformal, fit_conformal
 from qualms.calibration.points import CalibrationData, make_folds, n_effective
-from qualms.errors import CalibrationError, InputError, QualmsWarning, unknown_choice
+from qualms.errors import CalibrationError, InputError, unknown_choice, warn
 from qualms.metrics import gaussian_log_density, student_log_density
 
 #: Exponents of ŝ that are tried. A larger standard deviation never means a smaller error.
@@ -952,10 +951,8 @@ def with_enough_points(method: str, n: int) -> str:
     """Return the method, or `student`, with a warning, if n points are too few for it."""
     if n >= MIN_POINTS or method in STD_METHODS or N_PARAMETERS.get(method) == 1:
         return method
-    warnings.warn(
+    warn(
         f"{n} out-of-bag points are too few for the {method} calibration; {MIN_POINTS} are needed. "
-        "The student calibration is used.",
-        QualmsWarning,
-        stacklevel=2,
+        "The student calibration is used."
     )
     return "student"

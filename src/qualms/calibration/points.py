@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from qualms.arrays import (
     check_members,
     check_points,
 )
-from qualms.errors import CalibrationError, ExactFitError, InputError, QualmsWarning
+from qualms.errors import CalibrationError, ExactFitError, InputError, warn
 from qualms.gp.ensemble import (
     MIN_ABSENT,
     FullModel,
@@ -347,11 +346,9 @@ def calibration_data(
             "Are the targets predictions of the same members?"
         )
     if n_without:
-        warnings.warn(
+        warn(
             f"{n_without} of {differ.size} points have members that all agree "
-            "and are left out of the calibration.",
-            QualmsWarning,
-            stacklevel=2,
+            "and are left out of the calibration."
         )
     return points
 

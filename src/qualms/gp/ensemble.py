@@ -7,7 +7,6 @@ axis: (n, N_R), or (n, T, N_R) for T outputs.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from qualms.arrays import (
     FloatArray,
     IntArray,
 )
-from qualms.errors import InputError, NumericalError, QualmsWarning, counted
+from qualms.errors import InputError, NumericalError, counted, warn
 from qualms.gp.noise import noise_grid, select_joint_noise, select_noise
 from qualms.gp.sparse_gp import (
     ProjectedProcess,
@@ -64,8 +63,7 @@ def subsample_size(subsample: float, n_train: int) -> int:
     if fraction:
         return int(np.clip(round(subsample * n_train), 1, n_train - 1))
     if subsample == 1:
-        message = "subsample=1 is a single sample per member, not all of them."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
+        warn("subsample=1 is a single sample per member, not all of them.")
     return int(subsample)
 
 
@@ -184,11 +182,9 @@ def draw_blocks(
     of_blocks = draw_members(n_blocks, n_members, 0.5 if replace else share, rng, replace=replace)
     if not replace and rounding(n_blocks)[0] > 0.02:
         used = of_blocks[:, 0].sum() / n_blocks
-        warnings.warn(
+        warn(
             f"Members are trained on {used:.3g} of the data, not {share:.3g}: subsamples are made "
-            f"of {n_blocks} blocks.",
-            QualmsWarning,
-            stacklevel=2,
+            f"of {n_blocks} blocks."
         )
     return Draw(block, of_blocks[block], n_blocks, of_blocks)
 
@@ -698,7 +694,6 @@ def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, flo
         except NumericalError:
             continue
         if factor > 1:
-            message = f"{problem}. All were multiplied by {factor:.0e}. {remedy}"
-            warnings.warn(message, QualmsWarning, stacklevel=2)
+            warn(f"{problem}. All were multiplied by {factor:.0e}. {remedy}")
         return result
     raise NumericalError(f"{problem}, and with variances {factor:.0e} times as large. {remedy}")

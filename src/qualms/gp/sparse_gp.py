@@ -10,7 +10,6 @@ predictions of rows that are left out; draws from its posterior; factorisations.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -30,7 +29,7 @@ from qualms.arrays import (
     check_sample_weight,
     whole_blocks,
 )
-from qualms.errors import InputError, NumericalError, QualmsWarning, counted
+from qualms.errors import InputError, NumericalError, counted, warn
 from qualms.gp.sums import RowSums
 
 _EPS = np.finfo(np.float64).eps
@@ -152,11 +151,9 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     # Prior variance left in each dropped representative: the diagonal after the last step.
     left = diagonal[order[rank:]] - np.sum(factor[rank:, :rank] ** 2, axis=1)
     if left.min(initial=0.0) < -1e-5 * largest:  # beyond rounding
-        warnings.warn(
+        warn(
             "The kernel is not positive semi-definite; negative directions were dropped. "
-            "(The power kernel is positive semi-definite for integer exponents.)",
-            QualmsWarning,
-            stacklevel=2,
+            "(The power kernel is positive semi-definite for integer exponents.)"
         )
     return Whitening(order[:rank], np.tril(factor[:rank, :rank]), len(order) - rank)
 
