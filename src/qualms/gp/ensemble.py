@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,6 @@ from qualms.gp.sums import (
 
 #: With fewer members, Student's t has less than two degrees of freedom.
 MIN_ABSENT = 3
-
-Result = TypeVar("Result")
 
 
 def subsample_size(subsample: float, n_train: int) -> int:
@@ -683,7 +681,9 @@ def _member_sums(full: FullModel, sums: BlockSums, kept: KeptRows, i: int) -> Ro
     return sum_rows(kept.Phi[rows], kept.columns[rows], full.weight[rows] * times[rows])
 
 
-def _with_raised_noise(solve: Callable[[float], Result], noise: Mapping[str, float]) -> Result:
+def _with_raised_noise(
+    solve: Callable[[float], FullModel], noise: Mapping[str, float]
+) -> FullModel:
     """Solve with noise variances times one, or times more if they are lost in rounding."""
     text = ", ".join(f"{name} {value:.1e}" for name, value in noise.items())
     problem = f"The Gram matrix is numerically singular with these noise variances: {text}"
