@@ -19,10 +19,7 @@ from rich.console import Console
 
 from qualms import Prediction, calibrate, score
 from qualms.evaluation import Evaluation
-from qualms.metrics import (
-    bootstrap_scores,
-    score_arrays,
-)
+from qualms.metrics import bootstrap_scores
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
@@ -205,11 +202,15 @@ def test_bad_predictions():
 
 def columns():
     y, p = ensemble(100)
-    raw, better = (
-        bootstrap_scores(y, p.mean, f * p.std, n_bootstrap=20, groups=np.arange(100) // 2)
-        for f in (0.5, 1.0)
-    )
-    return {"before": raw, "after": better}
+    predictions = {
+        "before": Prediction(mean=p.mean, std=0.5 * p.std),
+        "after": Prediction(mean=p.mean, std=p.std),
+    }
+    groups = np.arange(100) // 2
+    return {
+        name: bootstrap_scores(y, prediction, n_bootstrap=20, groups=groups)
+        for name, prediction in predictions.items()
+    }
 
 
 def test_a_table_has_three_forms():
@@ -223,7 +224,7 @@ def test_a_table_has_three_forms():
 
 def test_scores_as_a_table():
     y, p = ensemble()
-    rows = {"raw": score(y, p), "pp": score_arrays(y, p.mean, 2 * p.std)}
+    rows = {"raw": score(y, p), "pp": score(y, mean=p.mean, std=2 * p.std)}
     table = score_table(rows, units="eV")
     assert [row[0] for row in table.rows] == ["raw", "pp"]
     best = max(rows, key=lambda name: rows[name].log_likelihood)
@@ -234,7 +235,7 @@ def test_scores_as_a_table():
 
 def test_records_are_json():
     y, p = ensemble(50)
-    rows = {"a": score(y, p), "b": score_arrays(y, p.mean, 1e-200 * p.std)}
+    rows = {"a": score(y, p), "b": score(y, mean=p.mean, std=1e-200 * p.std)}
     records = score_records(rows)
     json.dumps(records, allow_nan=False)
     assert records[0]["rmse"] == rows["a"].rmse
@@ -562,7 +563,7 @@ def test_tables_have_no_map(tmp_path):
     report, _ = write(tmp_path / "a.html", given)
     assert (report.map, report.remarks) == (None, [])
     found = report.sections["energy"].assessment.scores["after calibration"].scores
-    assert found == score_arrays(y, p.mean, 2 * p.std)
+    assert found == score(y, mean=p.mean, std=2 * p.std)
 
 
 def test_bad_reports(tmp_path):

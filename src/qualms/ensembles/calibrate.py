@@ -41,7 +41,7 @@ from qualms.evaluation import (
     per_atom_units,
 )
 from qualms.gp.ensemble import group_codes
-from qualms.metrics import Scores, score_arrays, spearman
+from qualms.metrics import Scores, score, spearman
 from qualms.prediction import Prediction
 
 Frames: TypeAlias = Sequence[Atoms]
@@ -155,8 +155,8 @@ def calibrate_ensemble(
         intervals=intervals,
         comparison=comparison,
         std=std,
-        before=score_arrays(points.y, points.mean, points.std),
-        after=score_arrays(points.y, points.mean, std),
+        before=score(points.y, mean=points.mean, std=points.std),
+        after=score(points.y, mean=points.mean, std=std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
         remarks=(*ensemble.remarks, *left_out, *_check_data(points, frames), *checks),
     )

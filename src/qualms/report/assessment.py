@@ -17,7 +17,6 @@ from qualms.metrics import (
     OneSigma,
     ScoreIntervals,
     binned_errors,
-    bootstrap_one_sigma,
     bootstrap_scores,
     conditional_area,
     expected_within,
@@ -99,16 +98,21 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     compared = {"as predicted": prediction}
     if raw is not prediction:
         compared = {"before calibration": raw, "after calibration": prediction}
-    options: dict[str, Any] = {"groups": evaluation.structure, "n_bootstrap": n_bootstrap}
-    scores, within = {}, []
     dof = prediction.dof if prediction.dof is not None and 2 < prediction.dof < np.inf else None
     expected = expected_within(dof)
-    for name, p in compared.items():
-        rng = np.random.default_rng(seed)
-        arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
-        scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
-        within.append(bootstrap_one_sigma(evaluation.residuals, p.std, dof=dof, **options))
-    final, covered = scores[name], within[-1]
+    scores = {
+        name: bootstrap_scores(
+            evaluation.y,
+            p,
+            groups=evaluation.structure,
+            n_bootstrap=n_bootstrap,
+            rng=np.random.default_rng(seed),
+            dof=dof,
+        )
+        for name, p in compared.items()
+    }
+    final = [*scores.values()][-1]
+    covered = final.one_sigma
     z, std = evaluation.residuals, prediction.std
     area = conditional_area(z, std, evaluation.structure, dof)
     places = evaluation.structure, evaluation.atom, evaluation.component
@@ -124,12 +128,13 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     )
     before = "No calibration was applied."
     if raw is not prediction:
-        percent = _percent(within[0].within, within[0].within_interval)
+        covered_before = scores["before calibration"].one_sigma
+        percent = _percent(covered_before.within, covered_before.within_interval)
         before = f"Before calibration, {percent} were within one σ."
     details = (
         *warnings,
         before,
-        _tails(covered, final, expected),
+        _tails(final, expected),
         _conformal(prediction.factor_95, final),
         _bins(binned_errors(z, std, area.n_bins)),
         _order(final),
@@ -205,9 +210,9 @@ def _percent(fraction: float, interval: tuple[float, float] | None) -> str:
     return f"{100 * fraction:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _tails(coverage: OneSigma, scores: ScoreIntervals, expected: float) -> str:
+def _tails(scores: ScoreIntervals, expected: float) -> str:
     interval, heavy = scores.intervals.get("coverage_95"), ""
-    low, high = (coverage.within_interval or (0, 1))[0], (interval or (0, 1))[1]
+    low, high = (scores.one_sigma.within_interval or (0, 1))[0], (interval or (0, 1))[1]
     if low > expected and high < 0.95:
         # More than expected within one σ and fewer within two: no factor corrects both.
         heavy = "; the errors have heavier tails than expected"

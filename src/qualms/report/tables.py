@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 from scipy.special import ndtri
 
 from qualms.calibration.choice import Comparison
 from qualms.calibration.groups import GroupedCalibration
-from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores, covering_levels
+from qualms.metrics import (
+    AREA_BY_CHANCE,
+    ScoreIntervals,
+    Scores,
+    covering_levels,
+    default_bins,
+)
 
 if TYPE_CHECKING:
     import rich.table
@@ -296,11 +301,10 @@ def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
     For independent points, or, for groups of points, the range up to as many points as groups.
     """
     n_points = column.scores.n_points
-    n_bins = int(np.clip(n_points // 10, 1, 10))
     expected = {
         "miscalibration_area": AREA_BY_CHANCE,
         "rms_calibration_error": 6**-0.5,
-        "ence": math.sqrt(n_bins / math.pi),
+        "ence": math.sqrt(default_bins(n_points) / math.pi),
     }[name]
     low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
     return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"
