@@ -768,8 +768,9 @@ def test_values_that_cannot_be_calibrated():
         with pytest.raises(InputError) as error:
             read_ensemble("p.npz", "e", **options)
         assert error.value.parameter in options
-    with pytest.raises(InputError):
-        calibrate_ensemble(read_ensemble("p.npz", "e"), "best")
+    for method in ("best", "sources"):
+        with rejects("method"):
+            calibrate_ensemble(read_ensemble("p.npz", "e"), method)
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,8 @@ def test_score_and_calibrate_take_predictions_and_arrays():
         (lambda: score(P.mean, P, mean=P.mean), "prediction"),
         (lambda: score(P.mean[:2], P), "mean"),
         (lambda: calibrate(["a"] * 5, MEMBERS), "y"),
+        (lambda: calibrate(P.mean, MEMBERS, method="sources"), "method"),
+        (lambda: calibrate(P.mean, mean=P.mean, std=P.std, method="student"), "method"),
     ],
 )
 def test_bad_input(call, parameter):
