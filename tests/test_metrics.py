@@ -19,7 +19,6 @@ from qualms.metrics import (
     conditional_error_density,
     covering_levels,
     ence,
-    expected_within,
     gaussian_log_density,
     log_likelihood,
     miscalibration_area,
@@ -329,7 +328,7 @@ def test_one_sigma():
     assert found.factor_interval[0] < 2.0 < found.factor_interval[1]
     assert found.within == np.mean(np.abs(2 * z) <= std)
     right = bootstrap_scores(z, prediction).one_sigma
-    assert right.within_interval[0] < expected_within() < right.within_interval[1]
+    assert right.within_interval[0] < right.expected < right.within_interval[1]
     single = bootstrap_scores(z, prediction, groups=np.zeros(4000))
     assert single.one_sigma.within_interval is None
     assert not single.intervals

@@ -170,11 +170,6 @@ class ConditionalArea:
         return float(np.sqrt(max(self.area**2 - self.by_chance**2, 0.0)))
 
 
-def expected_within(dof: float | None = None) -> float:
-    """Return the probability of |z| ≤ σ: of a Gaussian, or of Student's t of ν > 2."""
-    return float(covering_levels([1.0], [1.0], dof)[0])
-
-
 def conditional_area(
     residuals: ArrayLike,
     std: ArrayLike,
@@ -719,12 +714,13 @@ def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
 class OneSigma:
     """Coverage of ±σ, with confidence intervals.
 
-    `within` is the fraction of points with |z| ≤ σ, `expected_within()` if calibrated.
-    `factor` is that of σ which makes the fraction right: above one if σ is too small. Unlike the
-    root mean square of z/σ it is robust against a few large errors. The intervals are None if there
-    is only one group.
+    `within` is the fraction of points with |z| ≤ σ, and `expected` that of calibrated predictions,
+    Gaussian or of Student's t. `factor` is that of σ which makes the fraction right: above one if σ
+    is too small. Unlike the root mean square of z/σ it is robust against a few large errors. The
+    intervals are None if there is only one group.
     """
 
+    expected: float
     within: float
     within_interval: tuple[float, float] | None
     factor: float
@@ -736,14 +732,16 @@ class ScoreIntervals:
     """Scores of all points with confidence intervals, made by :func:`bootstrap_scores`.
 
     `intervals` has the lower and upper end for each score, by name; each contains the score itself.
-    It is empty if there is only one group. `one_sigma` is the coverage of ±σ. `level` is the
-    nominal coverage of all intervals, and `n_groups` the number of groups, or points, drawn in each
-    of `n_bootstrap` resamples.
+    It is empty if there is only one group. `one_sigma` is the coverage of ±σ; `dof` are the degrees
+    of freedom of the Student's t that coverages are compared with, None for a Gaussian. `level` is
+    the nominal coverage of all intervals, and `n_groups` the number of groups, or points, drawn in
+    each of `n_bootstrap` resamples.
     """
 
     scores: Scores
     intervals: Mapping[str, tuple[float, float]]
     one_sigma: OneSigma
+    dof: float | None
     level: float
     n_bootstrap: int
     n_groups: int
@@ -780,8 +778,7 @@ def bootstrap_scores(
     rng : numpy Generator, optional
         Seeded with 0 by default.
     dof : float, optional
-        Degrees of freedom of the distribution whose coverage of ±σ is right: as in
-        :func:`expected_within`.
+        As in :func:`covering_levels`, for the expected coverage of ±σ.
     """
     check_integer("n_bootstrap", n_bootstrap, 20)
     if not 0.0 < level < 1.0:
@@ -793,7 +790,8 @@ def bootstrap_scores(
     scores = _scores(terms)
     # Minus infinity has no quantiles.
     terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
-    n_bins, expected = default_bins(scores.n_points), expected_within(dof)
+    n_bins = default_bins(scores.n_points)
+    expected = float(covering_levels([1.0], [1.0], dof)[0])
     with np.errstate(over="ignore"):
         ratios = np.abs(terms["residuals"]) / terms["std"]
 
@@ -806,8 +804,8 @@ def bootstrap_scores(
     codes = _point_groups(groups, np.shape(y))
     n_groups = int(codes.max()) + 1
     if n_groups < 2:
-        coverage = OneSigma(within, None, factor, None)
-        return ScoreIntervals(scores, {}, coverage, level, n_bootstrap, n_groups)
+        coverage = OneSigma(expected, within, None, factor, None)
+        return ScoreIntervals(scores, {}, coverage, dof, level, n_bootstrap, n_groups)
     draw = np.random.default_rng(0) if rng is None else rng
     resampled, one_sigmas = [], []
     for _ in range(n_bootstrap):
@@ -826,8 +824,8 @@ def bootstrap_scores(
             low, high = max(2.0 * value - high, 0.0), max(2.0 * value - low, 0.0)
         intervals[name] = (min(low, value), max(high, value))
     (a, b), (c, d) = np.quantile(one_sigmas, tails, axis=0).T.tolist()
-    coverage = OneSigma(within, (a, b), factor, (c, d))
-    return ScoreIntervals(scores, intervals, coverage, level, n_bootstrap, n_groups)
+    coverage = OneSigma(expected, within, (a, b), factor, (c, d))
+    return ScoreIntervals(scores, intervals, coverage, dof, level, n_bootstrap, n_groups)
 
 
 def _point_groups(groups: ArrayLike | None, shape: tuple[int, ...]) -> IntArray:

@@ -81,8 +81,7 @@ class Section:
     @cached_property
     def scores(self) -> Table:
         """Scores with confidence intervals."""
-        assessment = self.assessment
-        return interval_table(assessment.scores, units=self.evaluation.units, dof=assessment.dof)
+        return interval_table(self.assessment.scores, units=self.evaluation.units)
 
     @cached_property
     def others(self) -> Table | None:

@@ -158,7 +158,6 @@ def interval_table(
     *,
     units: str = "",
     title: str = "",
-    dof: float | None = None,
 ) -> Table:
     """Compare scores and their confidence intervals, one row per score.
 
@@ -169,8 +168,6 @@ def interval_table(
     units : str
         Units of y.
     title : str
-    dof : float, optional
-        Degrees of freedom of Student's t, for the ideal coverage of Gaussian intervals.
     """
     first = next(iter(columns.values()))
     rows = []
@@ -181,9 +178,9 @@ def interval_table(
         cells = [_interval_cell(name, score, column) for column in columns.values()]
         ideal = score.ideal or _expected_if_calibrated(name, first)
         levels = {"coverage_68": 0.68, "coverage_95": 0.95}  # of Gaussian intervals
-        if dof is not None and name in levels:
+        if first.dof is not None and name in levels:
             z = float(ndtri(0.5 * (1 + levels[name])))
-            ideal = f"{100 * covering_levels([z], [1.0], dof)[0]:.1f} %"
+            ideal = f"{100 * covering_levels([z], [1.0], first.dof)[0]:.1f} %"
         rows.append([label, *cells, ideal])
     note = ""
     if first.intervals:
