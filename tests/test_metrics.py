@@ -90,13 +90,13 @@ def test_scores_are_the_oracle_s(seed):
     members = z[:, None] + std[:, None] * np.random.default_rng(seed).normal(size=(N, 5))
     crps = np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)])
     assert scored(z[:3], std[:3]).crps == pytest.approx(crps, rel=1e-5)
-    found = scored(z, std, members, 1.5).as_dict()
+    scores = scored(z, std, members, 1.5).as_dict()
     expected = {
         "n_points": N,
         "rmse": np.sqrt(np.mean(z**2)),
         "mae": np.mean(np.abs(z)),
         "log_likelihood": log_likelihood(z, std),
-        "crps": found["crps"],
+        "crps": scores["crps"],
         "crps_ensemble": oracle.crps_ensemble(z, members, True),
         "miscalibration_area": miscalibration_area(z, std),
         "ence": ence(z, std),
@@ -108,7 +108,7 @@ def test_scores_are_the_oracle_s(seed):
         "interval_score_95": oracle.interval_score(z, std, 0.95),
         "rms_calibration_error": oracle.rms_calibration_error(z, std),
     }
-    assert found == pytest.approx(expected, rel=1e-10)
+    assert scores == pytest.approx(expected, rel=1e-10)
     area = oracle.miscalibration_area(z, std)
     assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
@@ -119,16 +119,16 @@ def test_scores_are_the_oracle_s(seed):
 
 def test_the_conditional_area_of_calibrated_points_is_that_of_chance():
     rng = np.random.default_rng(0)
-    found = []
+    results = []
     for _ in range(200):
         std = np.exp(rng.normal(size=600))
-        found.append(conditional_area(std * rng.normal(size=600), std))
-    areas = np.array([one.area for one in found])
-    one = found[0]
-    assert one.n_bins == 5
-    assert np.mean(areas) == pytest.approx(one.by_chance, rel=0.05)
-    assert np.mean(areas > one.limit) < 0.04
-    assert areas.max() > 0.9 * one.limit
+        results.append(conditional_area(std * rng.normal(size=600), std))
+    areas = np.array([area.area for area in results])
+    area = results[0]
+    assert area.n_bins == 5
+    assert np.mean(areas) == pytest.approx(area.by_chance, rel=0.05)
+    assert np.mean(areas > area.limit) < 0.04
+    assert areas.max() > 0.9 * area.limit
     # Copies are no further points.
     z, std, groups = np.repeat(rng.normal(size=150), 9), np.ones(1350), np.arange(1350) // 9
     copied = conditional_area(z, std, groups)
@@ -192,16 +192,16 @@ def test_outliers_are_large_for_their_std_and_among_all_errors():
 
 def test_binned_errors_are_the_oracle_s():
     z, std = calibrated(0)
-    found = binned_errors(z, std, 5)
-    columns = (found.rmv, found.rmse, found.counts, found.rmv_stderr, found.rmse_stderr)
+    bins = binned_errors(z, std, 5)
+    columns = (bins.rmv, bins.rmse, bins.counts, bins.rmv_stderr, bins.rmse_stderr)
     np.testing.assert_allclose(np.transpose(columns), oracle.binned_errors(z, std, 5), rtol=1e-10)
 
 
 def test_equal_std_is_never_separated():
     std = np.repeat([1.0, 2.0, 3.0], [3, 20, 7])
-    found = binned_errors(np.arange(30.0), std, 6)
-    np.testing.assert_array_equal(found.counts, [3, 20, 7])
-    np.testing.assert_allclose(found.rmv, [1.0, 2.0, 3.0])
+    bins = binned_errors(np.arange(30.0), std, 6)
+    np.testing.assert_array_equal(bins.counts, [3, 20, 7])
+    np.testing.assert_allclose(bins.rmv, [1.0, 2.0, 3.0])
     assert binned_errors(np.ones(30), np.ones(30)).counts.tolist() == [30]
     assert np.isinf(binned_errors([1.0, 2.0], [1.0, 2.0], 2).rmse_stderr).all()
 
@@ -210,19 +210,25 @@ def test_eq_18_is_the_ratio_of_kernel_sums():
     y, mean, std, members = ensemble(0, 40, n_members=3)
     both = conditional_error_density(y, mean, std, members, min_points=1e-3)
     errors = np.log(np.abs(y - mean)), np.log(np.abs(members - mean[:, None])).ravel()
-    for found, ln_error, ln_sigma in zip(
+    for conditional, ln_error, ln_sigma in zip(
         (both.true, both.model), errors, (np.log(std), np.log(np.repeat(std, 3))), strict=True
     ):
-        rows, columns = np.flatnonzero(found.supported)[::4], slice(None, None, 5)
+        rows, columns = np.flatnonzero(conditional.supported)[::4], slice(None, None, 5)
         density, marginal = oracle.conditional_density(
-            ln_sigma, ln_error, both.bandwidth, found.ln_sigma[rows], found.ln_error[columns]
+            ln_sigma,
+            ln_error,
+            both.bandwidth,
+            conditional.ln_sigma[rows],
+            conditional.ln_error[columns],
         )
         # Points move by up to a sixteenth of a bandwidth, to the centres of bins.
-        np.testing.assert_allclose(found.density[rows, columns], density, atol=0.05 * density.max())
-        np.testing.assert_allclose(found.marginal[rows], marginal, atol=0.02 * marginal.max())
-        integral = trapezoid(found.density[rows], found.ln_error, axis=1)
+        np.testing.assert_allclose(
+            conditional.density[rows, columns], density, atol=0.05 * density.max()
+        )
+        np.testing.assert_allclose(conditional.marginal[rows], marginal, atol=0.02 * marginal.max())
+        integral = trapezoid(conditional.density[rows], conditional.ln_error, axis=1)
         np.testing.assert_allclose(integral, 1.0, rtol=1e-3)
-        assert trapezoid(found.marginal, found.ln_sigma) == pytest.approx(1.0, rel=1e-3)
+        assert trapezoid(conditional.marginal, conditional.ln_sigma) == pytest.approx(1.0, rel=1e-3)
 
 
 def total_variation(a, b):
@@ -286,13 +292,13 @@ def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
     options = {"n_bootstrap": 30, "level": 0.8, "rng": np.random.default_rng(7)}
     prediction = predicted(mean, std, members, 2.0)
     labels = groups if grouped else None
-    found = bootstrap_scores(y, prediction, groups=labels, **options)
+    bootstrap = bootstrap_scores(y, prediction, groups=labels, **options)
     slow = list(slow_resamples(y, mean, std, members, groups, 30, 7))
-    assert found.scores == score(y, prediction)
-    assert found.n_groups == len(np.unique(groups))
-    assert found.intervals.keys() == slow[0].keys() - {"n_points"}
-    for name, interval in found.intervals.items():
-        value = getattr(found.scores, name)
+    assert bootstrap.scores == score(y, prediction)
+    assert bootstrap.n_groups == len(np.unique(groups))
+    assert bootstrap.intervals.keys() == slow[0].keys() - {"n_points"}
+    for name, interval in bootstrap.intervals.items():
+        value = getattr(bootstrap.scores, name)
         low, high = np.quantile([s[name] for s in slow], [0.1, 0.9])
         if name in ("miscalibration_area", "rms_calibration_error", "ence"):
             low, high = max(2 * value - high, 0), max(2 * value - low, 0)
@@ -306,9 +312,9 @@ def test_intervals_contain_the_limit_of_many_points():
     inside = dict.fromkeys(names, 0)
     for seed in range(20):
         y, mean, std, _ = ensemble(seed + 1, 300, factor=1.3)
-        found = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30, level=0.9).intervals
+        ends = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30, level=0.9).intervals
         for name in names:
-            inside[name] += found[name][0] <= limits[name] <= found[name][1]
+            inside[name] += ends[name][0] <= limits[name] <= ends[name][1]
     for name, count in inside.items():
         assert count >= 14, name  # 18 expected; three standard deviations below
 
@@ -316,17 +322,17 @@ def test_intervals_contain_the_limit_of_many_points():
 def test_impossible_errors_give_no_nan():
     y, mean, std, _ = ensemble(0, 40)
     std[0] = 1e-200
-    found = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30)
-    assert not np.isnan(list(found.intervals.values())).any()
+    bootstrap = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30)
+    assert not np.isnan(list(bootstrap.intervals.values())).any()
 
 
 def test_one_sigma():
     z, std = calibrated(0, 4000)
     prediction = predicted(np.zeros(4000), std)
-    found = bootstrap_scores(2 * z, prediction).one_sigma
-    assert found.factor == pytest.approx(2.0, rel=0.05)
-    assert found.factor_interval[0] < 2.0 < found.factor_interval[1]
-    assert found.within == np.mean(np.abs(2 * z) <= std)
+    wide = bootstrap_scores(2 * z, prediction).one_sigma
+    assert wide.factor == pytest.approx(2.0, rel=0.05)
+    assert wide.factor_interval[0] < 2.0 < wide.factor_interval[1]
+    assert wide.within == np.mean(np.abs(2 * z) <= std)
     right = bootstrap_scores(z, prediction).one_sigma
     assert right.within_interval[0] < right.expected < right.within_interval[1]
     single = bootstrap_scores(z, prediction, groups=np.zeros(4000))

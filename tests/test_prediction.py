@@ -122,8 +122,8 @@ def test_uncertainties_of_small_differences_are_calibrated(calibration, toleranc
     for seed in range(12):
         draw = np.random.default_rng(seed)
         X = draw.uniform(-1, 1, size=(160, 5))
-        given = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
-        model = ProjectedProcessRegressor("rbf", **given)
+        options = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
+        model = ProjectedProcessRegressor("rbf", **options)
         model.fit(X, reference(X) + 0.02 * draw.normal(size=160))
         before = draw.uniform(-1, 1, size=(300, 5))
         after = before + 0.05 * draw.normal(size=before.shape)
@@ -238,12 +238,12 @@ def test_student_intervals_of_few_members_have_their_coverage():
 @pytest.mark.filterwarnings("ignore:Only 5 independent points")
 def test_score_and_calibrate_take_predictions_and_arrays():
     y = rng.normal(size=5) + 3
-    found = score(y, P)
-    assert found.n_points == 5
-    assert found.rmse == pytest.approx(np.sqrt(np.mean((y - P.mean) ** 2)))
-    assert found.crps_ensemble > 0
+    scores = score(y, P)
+    assert scores.n_points == 5
+    assert scores.rmse == pytest.approx(np.sqrt(np.mean((y - P.mean) ** 2)))
+    assert scores.crps_ensemble > 0
     assert score(y, Q) == score(y, mean=P.mean, std=P.std)
-    assert score(y, Q).log_likelihood == pytest.approx(found.log_likelihood)
+    assert score(y, Q).log_likelihood == pytest.approx(scores.log_likelihood)
     assert score(y, Q).crps_ensemble is None
     fitted = calibrate(y, LinearCalibration(alpha=3.0).apply(P), method="linear")
     assert fitted.alpha == pytest.approx(calibrate(y, MEMBERS, method="linear").alpha)
