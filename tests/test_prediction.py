@@ -30,6 +30,11 @@ def test_mean_and_std_are_those_of_the_members():
     np.testing.assert_allclose(P.std, MEMBERS.std(axis=1, ddof=1))
     np.testing.assert_allclose(P.covariance(), np.cov(MEMBERS))
     assert (P.shape, P.n_members, len(P)) == ((5,), 8, 5)
+    source = MEMBERS.copy()
+    prediction = Prediction(source)
+    assert not prediction.members.flags.writeable
+    source[:] = 0
+    same(prediction, MEMBERS)
 
 
 def test_masked_numbers_are_rejected():
@@ -41,14 +46,6 @@ def test_masked_numbers_are_rejected():
     with rejects("y"):
         ProjectedProcessRegressor().fit(MEMBERS, masked[:, 0])
     Prediction(np.ma.array(MEMBERS))  # a mask without a masked number
-
-
-def test_members_are_a_read_only_copy():
-    assert not P.members.flags.writeable
-    source = MEMBERS.copy()
-    prediction = Prediction(source)
-    source[:] = 0
-    same(prediction, MEMBERS)
 
 
 def test_indexing_keeps_the_members():

@@ -80,8 +80,8 @@ def test_the_neglected_term_is_the_next_cumulant(small):
 
 
 def test_effective_sample_size():
-    even, one = np.zeros(50), np.r_[-1000.0, np.zeros(49)]
-    np.testing.assert_allclose(effective_sample_size(np.stack([even, one], axis=1)), [50, 1])
+    even, single = np.zeros(50), np.r_[-1000.0, np.zeros(49)]
+    np.testing.assert_allclose(effective_sample_size(np.stack([even, single], axis=1)), [50, 1])
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
@@ -254,6 +254,7 @@ def test_a_short_run_issues_a_warning():
         ("estimator", {"estimator": "magic"}),
         ("energies", {"energies": np.ones(50)}),
         ("energies", {"energies": np.ones((50, 1))}),
+        ("energies", {"energies": Prediction(mean=np.ones(50), std=np.ones(50))}),
         ("observable", {"observable": np.ones(49)}),
         ("sampled", {"sampled": np.ones(49)}),
     ],
@@ -262,8 +263,3 @@ def test_bad_input(parameter, change):
     arguments = {"energies": np.ones((50, 3)), "observable": np.ones(50), "kT": 1.0}
     with rejects(parameter):
         reweight(**(arguments | change))
-
-
-def test_energies_without_members_cannot_be_reweighted():
-    with rejects("energies"):
-        reweight(Prediction(mean=np.ones(50), std=np.ones(50)), np.ones(50), kT=1.0)
