@@ -33,7 +33,6 @@ from qualms.report import (
     score_table,
     write_report,
 )
-from qualms.report.assessment import with_uncertainty
 from qualms.report.structure_map import make_map
 from qualms.report.tables import interval_records, score_records, write_number
 
@@ -300,7 +299,7 @@ def grade_of(z, std, frames=None):
     mean = 10 * np.random.default_rng(1).normal(size=len(z))
     prediction = Prediction(mean=mean, std=std)
     points = evaluation(len(z), y=mean + z, prediction=prediction, frames=frames)
-    return assess(with_uncertainty(points)[0], n_bootstrap=20).grade
+    return assess(points, n_bootstrap=20).grade
 
 
 def test_the_assessment_cannot_be_fooled():

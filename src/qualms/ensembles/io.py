@@ -506,12 +506,16 @@ def _find(
 
 def _joined(parts: Sequence[Any], names: Sequence[str]) -> Any:
     """Return an array, or several of one shape on a new second axis."""
-    shapes = {part.shape for part in parts}
+    _check_one_shape({part.shape for part in parts}, names)
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+
+
+def _check_one_shape(shapes: Collection[tuple[int, ...]], names: Sequence[str]) -> None:
+    """Reject values under these keys that have several shapes."""
     if len(shapes) > 1:
         listed = " and ".join(map(str, sorted(shapes)))
-        message = f"{', '.join(names)} must have one shape; they have {listed}."
+        message = f"All values of {', '.join(names)} must have one shape; there are {listed}."
         raise InputError(message, parameter=names[0])
-    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
 
 
 def _merged(files: Sequence[_Rows], target: str, reference: str) -> _Rows:
@@ -625,11 +629,7 @@ def _frame_column(
         else:
             parts.append(np.repeat(np.asarray(info[key])[None], n, 0) if key in info else None)
     present = [part for part in parts if part is not None]
-    shapes = {part.shape[1:] for part in present}
-    if len(shapes) > 1:
-        listed = " and ".join(map(str, sorted(shapes)))
-        message = f"{key} must have one shape in all structures; it has {listed}."
-        raise InputError(message, parameter=key)
+    _check_one_shape({part.shape[1:] for part in present}, [key])
     missing: Any = "" if any(part.dtype.kind in "US" for part in present) else np.nan
     return np.concatenate(
         [

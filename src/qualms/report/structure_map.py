@@ -155,7 +155,8 @@ def make_map(
     of_atoms = evaluation.atom is not None and points.size <= MAX_ENVIRONMENTS
     of_atoms = of_atoms and len({*places}) == points.size
     kind, single = "atom" if of_atoms else "structure", of_atoms or points.size == shown.size
-    properties = (_of_points if single else _of_structures)(evaluation.some(points), index)
+    on_map = evaluation.some(points)
+    properties = _of_points(on_map) if single else _of_structures(on_map, index)
     inside: Properties = {}
     if not of_atoms and atom_values is not None and sum(map(len, frames)) <= MAX_ENVIRONMENTS:
         inside = dict(atom_values(shown.tolist()))
@@ -240,7 +241,7 @@ def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
     return np.sort(np.concatenate([worst, sample]))
 
 
-def _of_points(e: Evaluation, _: IntArray) -> Properties:
+def _of_points(e: Evaluation) -> Properties:
     units = e.units
     return {
         "predicted": (e.prediction.mean, units),
