@@ -118,8 +118,8 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     tails = "" if dof is None else f" of Student's t, ν = {dof:.3g}"
     where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
     sentence = (
-        f"{lead}: {_percent(coverage.within, coverage.within_interval)} of the reference values lie "
-        "within one σ of the prediction "
+        f"{lead}: {_percent(coverage.within, coverage.within_interval)} of the reference values "
+        "lie within one σ of the prediction "
         f"({100 * coverage.expected:.1f} % expected{tails}); the miscalibration area{where} is "
         f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
