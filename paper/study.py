@@ -53,7 +53,7 @@ from qualms.calibration.points import CalibrationData, calibration_data
 from qualms.execution import Workers
 from qualms.features.base import stream_features
 from qualms.gp.ensemble import out_of_bag_prediction
-from qualms.metrics import binned_errors, log_likelihood, score_arrays
+from qualms.metrics import binned_errors, log_likelihood, score
 from qualms.prediction import Prediction
 from qualms.progress import Stages
 
@@ -119,7 +119,12 @@ class Estimate:
         z = self.y - self.mean
         low, high = np.quantile(self.std, [0.005, 0.995])
         bins = binned_errors(z, self.std, _N_BINS)
-        scores = score_arrays(self.y, self.mean, self.std, self.members).as_dict()
+        prediction = (
+            Prediction(mean=self.mean, std=self.std)
+            if self.members is None
+            else Prediction(self.members)
+        )
+        scores = score(self.y, prediction).as_dict()
         return EstimatorResult(
             scores={name: value for name, value in scores.items() if value is not None},
             alpha=self.calibration.alpha,

@@ -86,13 +86,13 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="module")
 def structures(tmp_path_factory):
     """A report on structures, with long numbers and units, and its evaluation."""
-    given = evaluation(40)
-    shifted = Prediction(mean=given.prediction.mean, std=given.prediction.std) - 123456.0
-    scores = {f"{name} (out-of-bag)": score(given.y, given.prediction) for name in METHODS}
-    others = {"y": given.y - 123456.0, "prediction": shifted, "units": "kcal/mol/atom"}
-    given = evaluation(40, **others, scores=scores)
+    points = evaluation(40)
+    shifted = Prediction(mean=points.prediction.mean, std=points.prediction.std) - 123456.0
+    scores = {f"{name} (out-of-bag)": score(points.y, points.prediction) for name in METHODS}
+    others = {"y": points.y - 123456.0, "prediction": shifted, "units": "kcal/mol/atom"}
+    points = evaluation(40, **others, scores=scores)
     path = tmp_path_factory.mktemp("structures") / "report.html"
-    return write_report(path, {"energy": given}, max_structures=39).paths[0], given
+    return write_report(path, {"energy": points}, max_structures=39).paths[0], points
 
 
 def opened(browser, path):
@@ -115,9 +115,9 @@ def wait_for(condition):
 
 def n_colors(browser, element):
     """How many colours are seen in an element."""
-    found = browser.find_element(By.ID, element)
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", found)
-    picture = Image.open(io.BytesIO(found.screenshot_as_png)).convert("RGB")
+    place = browser.find_element(By.ID, element)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
+    picture = Image.open(io.BytesIO(place.screenshot_as_png)).convert("RGB")
     return len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0))
 
 
@@ -148,10 +148,10 @@ def severe(browser):
 
 
 def test_opens_without_errors_and_draws_everything(browser, structures):
-    path, given = structures
+    path, points = structures
     opened(browser, path)
     assert browser.title == "energy"
-    ratio = np.abs(given.residuals) / given.prediction.std
+    ratio = np.abs(points.residuals) / points.prediction.std
     assert shown_number(browser) == np.argmax(ratio)
     broken = "return [...document.images].filter(i => !i.complete || !i.naturalWidth).length"
     assert browser.execute_script(broken) == 0
@@ -166,9 +166,9 @@ def test_opens_without_errors_and_draws_everything(browser, structures):
 
 
 def test_a_click_on_a_point_selects_its_structure(browser, structures):
-    path, given = structures
+    path, points = structures
     opened(browser, path)
-    mean, z = given.prediction.mean, given.residuals
+    mean, z = points.prediction.mean, points.residuals
     # The point that is furthest from all others cannot be mistaken.
     x, y = mean / np.ptp(mean), z / np.ptp(z)
     alone = np.min(np.hypot(x[:, None] - x, y[:, None] - y) + 9 * np.eye(40), axis=1)
@@ -198,11 +198,11 @@ def test_fits_the_screen(browser, structures, width):
 
 def test_atoms_of_a_structure_are_coloured(browser, tmp_path):
     rng = np.random.default_rng(0)
-    given = evaluation(12)
-    values = [rng.uniform(0.1, 5, size=len(atoms)) for atoms in given.frames]
+    points = evaluation(12)
+    values = [rng.uniform(0.1, 5, size=len(atoms)) for atoms in points.frames]
     path = write_report(
         tmp_path / "coloured.html",
-        {"energy": given},
+        {"energy": points},
         atom_values=lambda some: {NOVELTY: (np.concatenate([values[i] for i in some]), "")},
     ).paths[0]
     opened(browser, path)
@@ -239,11 +239,11 @@ def test_elements_have_their_usual_colours(browser, tmp_path):
 
 
 def test_a_row_of_the_worst_selects_its_atom(browser, tmp_path):
-    given = evaluation_of_atoms()
-    opened(browser, write_report(tmp_path / "report.html", {"energy": given}).paths[0])
+    points = evaluation_of_atoms()
+    opened(browser, write_report(tmp_path / "report.html", {"energy": points}).paths[0])
     row = browser.find_elements(By.CSS_SELECTOR, "button[data-atom]")[2]
     structure, atom = (int(row.get_attribute(f"data-{name}")) for name in ("structure", "atom"))
     row.click()
-    wait_for(lambda: given.structure[selected(browser)] == structure)
-    assert given.atom[selected(browser)] == atom
+    wait_for(lambda: points.structure[selected(browser)] == structure)
+    assert points.atom[selected(browser)] == atom
     assert severe(browser) == []

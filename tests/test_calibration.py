@@ -34,7 +34,7 @@ from qualms.calibration.points import CalibrationData, calibration_data, make_fo
 from qualms.calibration.vectors import component_share, vector_std
 from qualms.errors import CalibrationError, InputError, QualmsWarning
 from qualms.gp.ensemble import ensemble_mean_std
-from qualms.metrics import gaussian_log_density, log_likelihood, score_arrays
+from qualms.metrics import gaussian_log_density, log_likelihood, score
 
 
 def synthetic(seed, n=1500, c=8, alpha=2.0, gamma=1.0, m=-1.0, tau=0.6):
@@ -146,7 +146,7 @@ def test_sigma_is_right_however_few_members(c):
         new = np.arange(len(y)) % 3 == 0
         for method in ("student", "linear", "shrinkage"):
             fitted = calibrate(y[~new], members[~new], method=method)
-            one = score_arrays(y[new], mean[new], fitted.std(ensemble_std[new], c))
+            one = score(y[new], mean=mean[new], std=fitted.std(ensemble_std[new], c))
             found.append([one.sharpness / one.rmse, one.coverage_68, one.log_likelihood])
     student, linear, shrinkage = np.reshape(found, (4, 3, 3)).mean(axis=0)
     assert 0.9 < student[0] < 1.15

@@ -107,34 +107,28 @@ def fit_and_apply(path, target="e", output=None, method="linear", write_members=
 def test_energies_and_forces_of_structures():
     frames = structures(5)
     ase.io.write("p.xyz", frames)
-    found = read_ensemble("p.xyz", "energy", by="config_type")
-    assert (found.kind, found.n_members, found.key) == ("structure", R, "energy_comm")
+    ensemble = read_ensemble("p.xyz", "energy", by="config_type")
+    assert (ensemble.kind, ensemble.n_members, ensemble.key) == ("structure", R, "energy_comm")
     members = np.array([atoms.info["energy_comm"] for atoms in frames])
-    np.testing.assert_allclose(found.members, members)
-    np.testing.assert_allclose(found.std, members.std(axis=1, ddof=1))
-    np.testing.assert_allclose(found.y, [atoms.info["REF_energy"] for atoms in frames])
-    assert found.labels.tolist() == ["wild", "calm", "calm", "wild", "calm"]
+    np.testing.assert_allclose(ensemble.members, members)
+    np.testing.assert_allclose(ensemble.std, members.std(axis=1, ddof=1))
+    np.testing.assert_allclose(ensemble.y, [atoms.info["REF_energy"] for atoms in frames])
+    assert ensemble.labels.tolist() == ["wild", "calm", "calm", "wild", "calm"]
 
-    found = read_ensemble("p.xyz", "forces", by="element")
-    assert (found.kind, found.n_members, found.n_components) == ("component", R, 3)
-    assert len(found) == 3 * sum(map(len, frames))
+    ensemble = read_ensemble("p.xyz", "forces", by="element")
+    assert (ensemble.kind, ensemble.n_members, ensemble.n_components) == ("component", R, 3)
+    assert len(ensemble) == 3 * sum(map(len, frames))
     first = frames[0].arrays["forces_comm"].reshape(3, R, 3)
-    np.testing.assert_allclose(found.members[:9], points_of(first), atol=1e-7)
-    np.testing.assert_allclose(found.y[:3], frames[0].arrays["REF_forces"][0], atol=1e-7)
-    assert found.labels[:9].tolist() == ["O"] * 3 + ["H"] * 6
-    assert found.atom[:9].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-
-
-def test_forces_as_the_calculator_of_mace_returns_them():
-    frames = structures(5)
-    ase.io.write("columns.xyz", frames)
-    expected = read_ensemble("columns.xyz", "forces")
-    for atoms in frames:
+    np.testing.assert_allclose(ensemble.members[:9], points_of(first), atol=1e-7)
+    np.testing.assert_allclose(ensemble.y[:3], frames[0].arrays["REF_forces"][0], atol=1e-7)
+    assert ensemble.labels[:9].tolist() == ["O"] * 3 + ["H"] * 6
+    assert ensemble.atom[:9].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    for atoms in frames:  # as the calculator of MACE returns them
         members = atoms.arrays.pop("forces_comm").reshape(len(atoms), R, 3)
         atoms.info["forces_comm"] = np.moveaxis(members, 1, 0)
     ase.io.write("info.xyz", frames)
-    found = read_ensemble("info.xyz", "forces")
-    np.testing.assert_allclose(found.members, expected.members, atol=1e-7)
+    again = read_ensemble("info.xyz", "forces")
+    np.testing.assert_allclose(again.members, ensemble.members, atol=1e-7)
 
 
 def test_uncertainties_and_variances_alone():
@@ -142,15 +136,15 @@ def test_uncertainties_and_variances_alone():
     mean, std = members.mean(axis=1), members.std(axis=1, ddof=1)
     for key, values in {"uncertainty": std, "std": std, "var": std**2}.items():
         np.savez("p.npz", e=mean, REF_e=y, **{f"e_{key}": values})
-        found = read_ensemble("p.npz", "e")
-        assert found.members is None
-        np.testing.assert_allclose(found.std, std)
-        np.testing.assert_array_equal(found.mean, mean)
-        calibrated = calibrate_ensemble(found)
+        ensemble = read_ensemble("p.npz", "e")
+        assert ensemble.members is None
+        np.testing.assert_allclose(ensemble.std, std)
+        np.testing.assert_array_equal(ensemble.mean, mean)
+        calibrated = calibrate_ensemble(ensemble)
         methods = {c.calibration.method for c in calibrated.comparison.candidates}
         assert methods == {*STD_METHODS}
         with rejects("method"):
-            calibrate_ensemble(found, "student")
+            calibrate_ensemble(ensemble, "student")
         document, _ = fit_and_apply("p.npz")
         new = load("out.npz")
         expected = document.parameters["alpha"] * std
@@ -165,9 +159,9 @@ def test_shapes_determine_the_order():
     members, y = committee(30, (3,))
     for stored, order in ((members, "member"), (members.transpose(0, 2, 1), "component")):
         np.savez("v.npz", f_ensemble=stored, REF_f=y)
-        found = read_ensemble("v.npz", "f")
-        assert (found.order, found.remarks) == (order, ())
-        np.testing.assert_array_equal(found.members, points_of(members))
+        ensemble = read_ensemble("v.npz", "f")
+        assert (ensemble.order, ensemble.remarks) == (order, ())
+        np.testing.assert_array_equal(ensemble.members, points_of(members))
         fit_and_apply("v.npz", "f")
         new = load("out.npz")
         assert new["f_ensemble"].shape == stored.shape
@@ -182,9 +176,9 @@ def test_the_order_is_stated_where_the_shape_leaves_it_open(order, flat):
     stored = members if order == "member" else members.transpose(0, 2, 1)
     stored = stored.reshape(60, 9) if flat else stored
     np.savez("v.npz", f_ensemble=stored, REF_f=y)
-    found = read_ensemble("v.npz", "f", order=order)
-    assert not found.remarks
-    np.testing.assert_array_equal(found.members, points_of(members))
+    ensemble = read_ensemble("v.npz", "f", order=order)
+    assert not ensemble.remarks
+    np.testing.assert_array_equal(ensemble.members, points_of(members))
     default = read_ensemble("v.npz", "f")
     assert (default.order, len(default.remarks)) == ("member", 1)
     np.savez("w.npz", f_ensemble=stored, REF_f=y, f=members.mean(axis=1))
@@ -236,9 +230,9 @@ def test_matrices_in_xyz(name, flat):
         }
         frames.append(Atoms("H", info=info))
     ase.io.write("p.xyz", frames)
-    found = read_ensemble("p.xyz", name)
-    np.testing.assert_allclose(found.y, y.ravel())
-    np.testing.assert_allclose(found.members, points_of(members))
+    ensemble = read_ensemble("p.xyz", name)
+    np.testing.assert_allclose(ensemble.y, y.ravel())
+    np.testing.assert_allclose(ensemble.members, points_of(members))
     fit_and_apply("p.xyz", name)
     for old, new in zip(frames, ase.io.read("out.xyz", ":"), strict=True):
         np.testing.assert_allclose(new.info[name], old.info[name])
@@ -285,11 +279,11 @@ def test_other_columns_of_csv_keep_their_text(form):
     }
     columns = {name: members[:, i].tolist() for i, name in enumerate(names)}
     write_csv("p.csv", others | columns | {"REF_e": ["", *y[1:].tolist()]})
-    found = read_ensemble("p.csv", "e", by="note")
-    assert len(set(found.structure)) == 60
-    assert np.isnan(found.y[0])
-    assert found.labels[0] == "a, b"
-    np.testing.assert_array_equal(found.members, members)
+    ensemble = read_ensemble("p.csv", "e", by="note")
+    assert len(set(ensemble.structure)) == 60
+    assert np.isnan(ensemble.y[0])
+    assert ensemble.labels[0] == "a, b"
+    np.testing.assert_array_equal(ensemble.members, members)
     document, _ = fit_and_apply("p.csv")
     with Path("out.csv").open(newline="") as stream:
         header, *rows = csv.reader(stream)
@@ -309,9 +303,9 @@ def test_vectors_in_columns(components):
     columns |= {f"REF_f_{c}": y[:, i] for i, c in enumerate(components)}
     columns |= {f"f_{c}": members.mean(axis=1)[:, i] for i, c in enumerate(components)}
     write_csv("p.csv", columns)
-    found = read_ensemble("p.csv", "f", order="member")
-    assert (found.n_components, found.n_members) == (3, R)
-    np.testing.assert_array_equal(found.members, points_of(members))
+    ensemble = read_ensemble("p.csv", "f", order="member")
+    assert (ensemble.n_components, ensemble.n_members) == (3, R)
+    np.testing.assert_array_equal(ensemble.members, points_of(members))
     document, _ = fit_and_apply("p.csv", "f", order="member")
     assert [*read_source("out.csv").columns][: len(columns)] == [*columns]
     again = read_ensemble("out.csv", "f", order="member")
@@ -347,24 +341,10 @@ def test_parquet_keeps_the_types_of_other_columns():
     before, after = parquet.read_table("p.parquet"), parquet.read_table("out.parquet")
     for name in ("REF_e", "tags", "k", "name", "flag", "kind"):
         assert after.column(name).equals(before.column(name)), name
-    found = np.column_stack([after.column(f"e_ensemble_{i}").to_numpy() for i in range(R)])
+    stored = np.column_stack([after.column(f"e_ensemble_{i}").to_numpy() for i in range(R)])
     std = after.column("e_uncertainty").to_numpy()
     assert np.isnan(std[0])
-    np.testing.assert_allclose(found[1:].std(axis=1, ddof=1), std[1:])
-
-
-def test_csv_as_spreadsheets_write_it():
-    members, y = committee(20)
-    header = ";".join([f"e_{i}" for i in range(R)] + ["REF_e", "note"])
-    lines = [
-        ";".join([*(str(x).replace(".", ",") for x in (*some, reference)), '"a; b"'])
-        for some, reference in zip(members, y, strict=True)
-    ]
-    Path("p.csv").write_bytes(b"\xef\xbb\xbf" + "\r\n".join([header, *lines, "", ""]).encode())
-    found = read_ensemble("p.csv", "e", by="note")
-    np.testing.assert_array_equal(found.members, members)
-    np.testing.assert_array_equal(found.y, y)
-    assert {*found.labels} == {"a; b"}
+    np.testing.assert_allclose(stored[1:].std(axis=1, ddof=1), std[1:])
 
 
 def test_tables_of_atoms_and_arrays_without_rows():
@@ -373,8 +353,8 @@ def test_tables_of_atoms_and_arrays_without_rows():
     structure, atom = np.divmod(np.arange(60), 2)
     arrays = {"structure": structure, "atom": atom, "symbol": symbol, "cutoff": 5.0}
     np.savez("p.npz", e_ensemble=members, REF_e=y, **arrays)
-    found = read_ensemble("p.npz", "e", by="element")
-    assert (found.kind, found.labels.tolist()) == ("atom", symbol.tolist())
+    ensemble = read_ensemble("p.npz", "e", by="element")
+    assert (ensemble.kind, ensemble.labels.tolist()) == ("atom", symbol.tolist())
     fit_and_apply("p.npz", by="element")
     assert load("out.npz")["cutoff"] == 5.0
 
@@ -405,10 +385,13 @@ def write_members(form, members, y):
         for i in range(n_members):
             np.savetxt(f"{i}.csv", rows[:, [i, -1]], delimiter=",", header="e,REF_e", comments="")
         return [f"{i}.csv" for i in range(n_members)], {}
-    if form in ("semicolons", "tabs"):
-        path, separator = ("p.csv", ";") if form == "semicolons" else ("p.tsv", "\t")
+    if form in ("spreadsheet", "tabs"):
+        path, separator = ("p.csv", ";") if form == "spreadsheet" else ("p.tsv", "\t")
         lines = [[*names, "REF_e"], *([repr(float(x)).replace(".", ",") for x in r] for r in rows)]
-        Path(path).write_text("".join(separator.join(line) + "\n" for line in lines))
+        if form == "spreadsheet":
+            lines = [[*line, '"a; b"'] for line in lines]
+        text = "\r\n".join([*(separator.join(line) for line in lines), "", ""])
+        Path(path).write_bytes(b"\xef\xbb\xbf" + text.encode())
         return [path], {}
     if form == "npy":
         np.save("nets.npy", members)
@@ -421,7 +404,7 @@ def write_members(form, members, y):
     return ["p.json"], {}
 
 
-FORMS = ("pattern", "numbered", "xyz files", "csv files", "semicolons", "tabs", "npy", "object")
+FORMS = ("pattern", "numbered", "xyz files", "csv files", "spreadsheet", "tabs", "npy", "object")
 
 
 @pytest.mark.parametrize("form", [*FORMS, "records"])
@@ -429,10 +412,10 @@ def test_members_are_found_in_every_format(form):
     members, y = committee()
     files, names = write_members(form, members, y)
     sources = [read_source(path) for path in files]
-    found = read_ensemble(sources, "e", **names)
-    np.testing.assert_allclose(found.members, members, rtol=1e-7)
-    np.testing.assert_allclose(found.y, y, rtol=1e-7)
-    document = make_document(calibrate_ensemble(found, "student"), found, None)
+    ensemble = read_ensemble(sources, "e", **names)
+    np.testing.assert_allclose(ensemble.members, members, rtol=1e-7)
+    np.testing.assert_allclose(ensemble.y, y, rtol=1e-7)
+    document = make_document(calibrate_ensemble(ensemble, "student"), ensemble, None)
     output = {"xyz": "out.xyz", "csv": "out.csv", "tsv": "out.tsv"}.get(files[0][-3:], "out.npz")
     names.pop("reference", None)
     new = files[:1] if form == "npy" else files
@@ -440,8 +423,8 @@ def test_members_are_found_in_every_format(form):
     applied = [read_source(output)]
     members_of = {"members": names["members"]} if "members" in names else {}
     again = read_ensemble(applied, "e", n_components=1, **members_of)
-    np.testing.assert_allclose(again.std, document.std(found.std, R), rtol=1e-6)
-    np.testing.assert_allclose(again.mean, found.mean, rtol=1e-6)
+    np.testing.assert_allclose(again.std, document.std(ensemble.std, R), rtol=1e-6)
+    np.testing.assert_allclose(again.mean, ensemble.mean, rtol=1e-6)
 
 
 @pytest.mark.parametrize("in_files", [True, False])
@@ -457,26 +440,26 @@ def test_forces_in_several_keys_or_files(in_files):
             for atoms in frames:
                 atoms.arrays["f"] = atoms.arrays[f"f{j}"]
             ase.io.write(f"{j}.xyz", frames)
-        found = read_ensemble([read_source(f"{j}.xyz") for j in range(3)], "f")
+        ensemble = read_ensemble([read_source(f"{j}.xyz") for j in range(3)], "f")
     else:
         ase.io.write("p.xyz", frames)
-        found = read_ensemble("p.xyz", "f", members="f?")
-    np.testing.assert_allclose(found.members, points_of(members), atol=1e-7)
-    assert (found.kind, found.remarks) == ("component", ())
+        ensemble = read_ensemble("p.xyz", "f", members="f?")
+    np.testing.assert_allclose(ensemble.members, points_of(members), atol=1e-7)
+    assert (ensemble.kind, ensemble.remarks) == ("component", ())
 
 
 def test_missing_members_are_left_out_of_their_points_only():
     members, y = committee(200)
     gaps = np.random.default_rng(1).random(members.shape) < 0.1
     gaps[:, :3] = False  # at least three remain
-    given = np.where(gaps, np.nan, members)
-    np.savez("gaps.npz", e_ensemble=given, REF_e=y)
+    predicted = np.where(gaps, np.nan, members)
+    np.savez("gaps.npz", e_ensemble=predicted, REF_e=y)
     np.savez("flags.npz", e_ensemble=members, REF_e=y, e_absent=~gaps)
-    found = read_ensemble("gaps.npz", "e")
-    np.testing.assert_allclose(found.mean, np.nanmean(given, axis=1))
-    np.testing.assert_allclose(found.std, np.nanstd(given, axis=1, ddof=1))
-    np.testing.assert_array_equal(found.count, R - gaps.sum(axis=1))
-    assert found.remarks
+    read = read_ensemble("gaps.npz", "e")
+    np.testing.assert_allclose(read.mean, np.nanmean(predicted, axis=1))
+    np.testing.assert_allclose(read.std, np.nanstd(predicted, axis=1, ddof=1))
+    np.testing.assert_array_equal(read.count, R - gaps.sum(axis=1))
+    assert read.remarks
     # The law of a finite ensemble holds for as many members as there are.
     by_gaps, by_flags = (fit(f"{name}.npz", "e", "student") for name in ("gaps", "flags"))
     assert by_gaps.parameters == pytest.approx(by_flags.parameters, rel=1e-6)
@@ -486,13 +469,13 @@ def test_names_of_mean_and_standard_deviation():
     members, y = committee()
     np.savez("p.npz", pred=members.mean(axis=1), sigma=members.std(axis=1, ddof=1), dft=y)
     names = {"mean": "pred", "std": "sigma"}
-    found = read_ensemble("p.npz", "e", "dft", **names)
-    np.testing.assert_allclose(found.std, members.std(axis=1, ddof=1))
-    document = make_document(calibrate_ensemble(found, "linear"), found, None)
+    ensemble = read_ensemble("p.npz", "e", "dft", **names)
+    np.testing.assert_allclose(ensemble.std, members.std(axis=1, ddof=1))
+    document = make_document(calibrate_ensemble(ensemble, "linear"), ensemble, None)
     apply_calibration(document, "p.npz", "out.npz", **names)
     out = load("out.npz")
-    np.testing.assert_allclose(out["sigma"], document.std(found.std, None))
-    np.testing.assert_allclose(out["pred"], found.mean)
+    np.testing.assert_allclose(out["sigma"], document.std(ensemble.std, None))
+    np.testing.assert_allclose(out["pred"], ensemble.mean)
 
 
 def test_files_that_do_not_belong_together():
@@ -528,14 +511,14 @@ def test_parquet_needs_pyarrow(monkeypatch):
 def test_calibrated_uncertainties_have_the_right_coverage():
     members, y = committee(400)
     np.savez("p.npz", e_ensemble=members, REF_e=y)
-    found = calibrate_ensemble(read_ensemble("p.npz", "e"))
-    assert found.before.coverage_68 < 0.45
-    assert 0.62 < found.after.coverage_68 < 0.78
-    assert found.after.log_likelihood > found.before.log_likelihood + 0.3
-    np.testing.assert_array_equal(found.prediction.std, found.std)
+    calibrated = calibrate_ensemble(read_ensemble("p.npz", "e"))
+    assert calibrated.before.coverage_68 < 0.45
+    assert 0.62 < calibrated.after.coverage_68 < 0.78
+    assert calibrated.after.log_likelihood > calibrated.before.log_likelihood + 0.3
+    np.testing.assert_array_equal(calibrated.prediction.std, calibrated.std)
     std = members.std(axis=1, ddof=1)
-    np.testing.assert_allclose(found.prediction.uncalibrated.std, std, rtol=1e-13)  # rounding
-    assert found.prediction.members is None
+    np.testing.assert_allclose(calibrated.prediction.uncalibrated.std, std, rtol=1e-13)  # rounding
+    assert calibrated.prediction.members is None
 
 
 def test_scores_are_cross_validated():
@@ -547,11 +530,11 @@ def test_scores_are_cross_validated():
     np.testing.assert_allclose(grouped.std, overall.std)
 
 
-def student_std(given, std, c):
+def student_std(parameters, std, c):
     """σ of the student calibration, as docs/file-formats.md has it."""
-    dof = given["prior_dof"] + c - 1
-    s2 = (given["prior_dof"] * given["prior_std"] ** 2 + (c - 1) * std**2) / (dof - 2)
-    return np.sqrt((given["alpha"] ** 2 + 1 / c) * s2)
+    dof = parameters["prior_dof"] + c - 1
+    s2 = (parameters["prior_dof"] * parameters["prior_std"] ** 2 + (c - 1) * std**2) / (dof - 2)
+    return np.sqrt((parameters["alpha"] ** 2 + 1 / c) * s2)
 
 
 def test_out_of_bag_members_calibrate_without_a_validation_set():
@@ -560,17 +543,17 @@ def test_out_of_bag_members_calibrate_without_a_validation_set():
     absent = rng.random(members.shape) < 0.5
     seen = np.where(absent, members, y[:, None])  # members know the points of their training set
     np.savez("p.npz", e_ensemble=seen, REF_e=y, e_absent=absent)
-    found = calibrate_ensemble(read_ensemble("p.npz", "e"), "student")
-    assert found.intervals.alpha[0] < 2.0 < found.intervals.alpha[1]
+    calibrated = calibrate_ensemble(read_ensemble("p.npz", "e"), "student")
+    assert calibrated.intervals.alpha[0] < 2.0 < calibrated.intervals.alpha[1]
     np.savez("n.npz", e_ensemble=seen, REF_e=y)
     naive = calibrate_ensemble(read_ensemble("n.npz", "e"), "student")
-    assert naive.calibration.alpha < 0.7 * found.calibration.alpha
+    assert naive.calibration.alpha < 0.7 * calibrated.calibration.alpha
     # Members need not predict the points of their training set.
     missing = np.where(absent, members, np.nan)
     np.savez("m.npz", e_ensemble=missing, REF_e=y, unseen=absent)
     ensemble = read_ensemble("m.npz", "e", absent="unseen")
     again = calibrate_ensemble(ensemble, "student")
-    np.testing.assert_allclose(again.std, found.std)
+    np.testing.assert_allclose(again.std, calibrated.std)
     document = make_document(again, ensemble, None)
     applied = apply_calibration(document, "m.npz", "out.npz", absent="unseen")
     new, few = load("out.npz"), absent.sum(axis=1) < 3
@@ -586,12 +569,12 @@ def test_out_of_bag_members_calibrate_without_a_validation_set():
 def test_elements_and_config_types_get_factors(monkeypatch):
     monkeypatch.setattr("qualms.ensembles.calibrate.METHODS", ("student",))
     ase.io.write("p.xyz", structures(200))
-    found = calibrate_ensemble(read_ensemble("p.xyz", "forces", by="element"), "student")
-    groups = found.grouped.groups
+    calibrated = calibrate_ensemble(read_ensemble("p.xyz", "forces", by="element"), "student")
+    groups = calibrated.grouped.groups
     for symbol, factor in FACTORS.items():
         assert groups[symbol].factor / groups["N"].factor == pytest.approx(factor, rel=0.12)
     alone = calibrate_ensemble(read_ensemble("p.xyz", "forces"), "student")
-    assert found.after.log_likelihood > alone.after.log_likelihood + 0.02
+    assert calibrated.after.log_likelihood > alone.after.log_likelihood + 0.02
     document, _ = fit_and_apply("p.xyz", "forces", "q.xyz", "student", by="element")
     atoms = ase.io.read("q.xyz", 0)
     members = structures(1)[0].arrays["forces_comm"].reshape(3, R, 3)
@@ -666,13 +649,13 @@ def test_sanity_checks():
 def test_members_are_compared_with_each_other_and_with_the_reference():
     members, y = committee(300, n_members=10, alpha=1.0)
     members, y = members - 40.0, y - 40.0
-    hartree, one, shifted = members.copy(), members.copy(), members.copy()
+    hartree, milli, shifted = members.copy(), members.copy(), members.copy()
     hartree[:, 5:] /= 27.2114
-    one[:, 3] *= 1000
+    milli[:, 3] *= 1000
     shifted[:, ::2] += 1000
     for wrong, reference, expected in (
         (hartree, y, "Are the units the same?"),
-        (one, y, "member 3 vary 1.1e+03"),
+        (milli, y, "member 3 vary 1.1e+03"),
         (shifted, y, "+500"),
         (members, members.mean(axis=1).astype(np.float32), "equal the predictions"),
         (members, members[:, 4], "member 4"),
@@ -699,9 +682,9 @@ def test_a_bias_of_config_types_is_found():
 def test_auto_accounts_for_the_number_of_members():
     members, y = committee(400, n_members=4)
     np.savez("p.npz", REF_e=y, e_ensemble=members)
-    found = calibrate_ensemble(read_ensemble("p.npz", "e"))
-    assert found.calibration.method in ("student", "shrinkage")
-    assert not found.remarks
+    calibrated = calibrate_ensemble(read_ensemble("p.npz", "e"))
+    assert calibrated.calibration.method in ("student", "shrinkage")
+    assert not calibrated.remarks
     np.savez("s.npz", REF_e=y, e=members.mean(axis=1), e_std=members.std(axis=1, ddof=1))
     assert calibrate_ensemble(read_ensemble("s.npz", "e")).calibration.method in STD_METHODS
 
@@ -712,8 +695,8 @@ def test_points_that_cannot_be_used_are_counted():
     members[5:8, 2:] = np.nan
     members[8:10] = 0.5
     np.savez("p.npz", e_ensemble=members, REF_e=y)
-    found = calibrate_ensemble(read_ensemble("p.npz", "e"), "auto")
-    assert len(found.std) == 50
+    calibrated = calibrate_ensemble(read_ensemble("p.npz", "e"), "auto")
+    assert len(calibrated.std) == 50
     document, applied = fit_and_apply("p.npz")
     new = load("out.npz")["e_uncertainty"]
     assert np.flatnonzero(np.isnan(new)).tolist() == [5, 6, 7]
@@ -768,8 +751,9 @@ def test_values_that_cannot_be_calibrated():
         with pytest.raises(InputError) as error:
             read_ensemble("p.npz", "e", **options)
         assert error.value.parameter in options
-    with pytest.raises(InputError):
-        calibrate_ensemble(read_ensemble("p.npz", "e"), "best")
+    for method in ("best", "sources"):
+        with rejects("method"):
+            calibrate_ensemble(read_ensemble("p.npz", "e"), method)
 
 
 @pytest.mark.parametrize(
@@ -814,17 +798,17 @@ def with_results(**results):
 def test_reference_values_under_the_name_of_the_prediction_are_kept():
     members, y = committee()
     mean, forces = members.mean(axis=1), np.random.default_rng(1).normal(size=(60, 2, 3))
-    after, found = with_results(energy=y, forces=forces)
+    after, remarks = with_results(energy=y, forces=forces)
     np.testing.assert_allclose([a.info["REF_energy"] for a in after], y, atol=1e-7)
     np.testing.assert_allclose([a.get_potential_energy() for a in after], mean)
     np.testing.assert_allclose([a.arrays["REF_forces"] for a in after], forces, atol=1e-7)
     assert "forces" not in after[0].calc.results
-    assert len(found) == 1
-    after, found = with_results(energy=mean, forces=forces)  # the mean of these members
+    assert len(remarks) == 1
+    after, remarks = with_results(energy=mean, forces=forces)  # the mean of these members
     assert "REF_energy" not in after[0].info
     np.testing.assert_allclose([a.get_forces() for a in after], forces, atol=1e-7)
-    assert not found
-    after, found = with_results(forces=forces)  # forces of unknown origin
+    assert not remarks
+    after, remarks = with_results(forces=forces)  # forces of unknown origin
     assert "forces" not in after[0].calc.results
     np.testing.assert_allclose(after[0].arrays["REF_forces"], forces[0], atol=1e-7)
     np.savez("p.npz", e_ensemble=members, e=y, dft=y)

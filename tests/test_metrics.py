@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import oracle
@@ -12,22 +13,17 @@ from scipy.integrate import trapezoid
 
 from qualms.metrics import (
     binned_errors,
-    bootstrap_one_sigma,
     bootstrap_scores,
     calibration_curve,
     conditional_area,
     conditional_error_density,
     covering_levels,
     ence,
-    expected_within,
     gaussian_log_density,
     log_likelihood,
-    mae,
     miscalibration_area,
     outlying_points,
-    rmse,
     score,
-    score_arrays,
     spearman,
     student_log_density,
 )
@@ -44,9 +40,14 @@ def calibrated(seed, n=N):
     return std * rng.normal(size=n), std
 
 
-def scored(z, std, members=None):
+def predicted(mean, std, members=None, factor_95=None):
+    """A prediction whose mean need not be that of its members."""
+    return SimpleNamespace(mean=mean, std=std, members=members, factor_95=factor_95)
+
+
+def scored(z, std, *others):
     """Scores of residuals."""
-    return score_arrays(z, np.zeros_like(z), std, members)
+    return score(z, predicted(np.zeros_like(z), std, *others))
 
 
 def ensemble(seed, n, n_members=16, factor=1.0):
@@ -89,13 +90,13 @@ def test_scores_are_the_oracle_s(seed):
     members = z[:, None] + std[:, None] * np.random.default_rng(seed).normal(size=(N, 5))
     crps = np.mean([oracle.crps_gaussian(*pair) for pair in zip(z[:3], std[:3], strict=True)])
     assert scored(z[:3], std[:3]).crps == pytest.approx(crps, rel=1e-5)
-    found = score_arrays(z, np.zeros(N), std, members, 1.5).as_dict()
+    scores = scored(z, std, members, 1.5).as_dict()
     expected = {
         "n_points": N,
-        "rmse": rmse(z),
-        "mae": mae(z),
+        "rmse": np.sqrt(np.mean(z**2)),
+        "mae": np.mean(np.abs(z)),
         "log_likelihood": log_likelihood(z, std),
-        "crps": found["crps"],
+        "crps": scores["crps"],
         "crps_ensemble": oracle.crps_ensemble(z, members, True),
         "miscalibration_area": miscalibration_area(z, std),
         "ence": ence(z, std),
@@ -107,9 +108,7 @@ def test_scores_are_the_oracle_s(seed):
         "interval_score_95": oracle.interval_score(z, std, 0.95),
         "rms_calibration_error": oracle.rms_calibration_error(z, std),
     }
-    assert found == pytest.approx(expected, rel=1e-10)
-    assert expected["rmse"] == pytest.approx(np.sqrt(np.mean(z**2)))
-    assert expected["mae"] == pytest.approx(np.mean(np.abs(z)))
+    assert scores == pytest.approx(expected, rel=1e-10)
     area = oracle.miscalibration_area(z, std)
     assert expected["miscalibration_area"] == pytest.approx(area, abs=1e-4)
     assert ence(z, std, 5) == pytest.approx(oracle.ence(z, std, 5), rel=1e-10)
@@ -120,16 +119,16 @@ def test_scores_are_the_oracle_s(seed):
 
 def test_the_conditional_area_of_calibrated_points_is_that_of_chance():
     rng = np.random.default_rng(0)
-    found = []
+    results = []
     for _ in range(200):
         std = np.exp(rng.normal(size=600))
-        found.append(conditional_area(std * rng.normal(size=600), std))
-    areas = np.array([one.area for one in found])
-    one = found[0]
-    assert one.n_bins == 5
-    assert np.mean(areas) == pytest.approx(one.by_chance, rel=0.05)
-    assert np.mean(areas > one.limit) < 0.04
-    assert areas.max() > 0.9 * one.limit
+        results.append(conditional_area(std * rng.normal(size=600), std))
+    areas = np.array([area.area for area in results])
+    area = results[0]
+    assert area.n_bins == 5
+    assert np.mean(areas) == pytest.approx(area.by_chance, rel=0.05)
+    assert np.mean(areas > area.limit) < 0.04
+    assert areas.max() > 0.9 * area.limit
     # Copies are no further points.
     z, std, groups = np.repeat(rng.normal(size=150), 9), np.ones(1350), np.arange(1350) // 9
     copied = conditional_area(z, std, groups)
@@ -150,7 +149,7 @@ def test_spearman_with_ties_is_scipy_s():
 def test_limits():
     z = np.array([0.0, 0.5, -2.0])
     np.testing.assert_array_equal(covering_levels(z, np.zeros(3)), [0.0, 1.0, 1.0])
-    assert scored(z, np.full(3, 1e-300)).crps == pytest.approx(mae(z))
+    assert scored(z, np.full(3, 1e-300)).crps == pytest.approx(np.mean(np.abs(z)))
     assert log_likelihood([0.0, 1.0], [1.0, 1e-200]) == -np.inf
 
 
@@ -193,16 +192,16 @@ def test_outliers_are_large_for_their_std_and_among_all_errors():
 
 def test_binned_errors_are_the_oracle_s():
     z, std = calibrated(0)
-    found = binned_errors(z, std, 5)
-    columns = (found.rmv, found.rmse, found.counts, found.rmv_stderr, found.rmse_stderr)
+    bins = binned_errors(z, std, 5)
+    columns = (bins.rmv, bins.rmse, bins.counts, bins.rmv_stderr, bins.rmse_stderr)
     np.testing.assert_allclose(np.transpose(columns), oracle.binned_errors(z, std, 5), rtol=1e-10)
 
 
 def test_equal_std_is_never_separated():
     std = np.repeat([1.0, 2.0, 3.0], [3, 20, 7])
-    found = binned_errors(np.arange(30.0), std, 6)
-    np.testing.assert_array_equal(found.counts, [3, 20, 7])
-    np.testing.assert_allclose(found.rmv, [1.0, 2.0, 3.0])
+    bins = binned_errors(np.arange(30.0), std, 6)
+    np.testing.assert_array_equal(bins.counts, [3, 20, 7])
+    np.testing.assert_allclose(bins.rmv, [1.0, 2.0, 3.0])
     assert binned_errors(np.ones(30), np.ones(30)).counts.tolist() == [30]
     assert np.isinf(binned_errors([1.0, 2.0], [1.0, 2.0], 2).rmse_stderr).all()
 
@@ -211,19 +210,25 @@ def test_eq_18_is_the_ratio_of_kernel_sums():
     y, mean, std, members = ensemble(0, 40, n_members=3)
     both = conditional_error_density(y, mean, std, members, min_points=1e-3)
     errors = np.log(np.abs(y - mean)), np.log(np.abs(members - mean[:, None])).ravel()
-    for found, ln_error, ln_sigma in zip(
+    for conditional, ln_error, ln_sigma in zip(
         (both.true, both.model), errors, (np.log(std), np.log(np.repeat(std, 3))), strict=True
     ):
-        rows, columns = np.flatnonzero(found.supported)[::4], slice(None, None, 5)
+        rows, columns = np.flatnonzero(conditional.supported)[::4], slice(None, None, 5)
         density, marginal = oracle.conditional_density(
-            ln_sigma, ln_error, both.bandwidth, found.ln_sigma[rows], found.ln_error[columns]
+            ln_sigma,
+            ln_error,
+            both.bandwidth,
+            conditional.ln_sigma[rows],
+            conditional.ln_error[columns],
         )
         # Points move by up to a sixteenth of a bandwidth, to the centres of bins.
-        np.testing.assert_allclose(found.density[rows, columns], density, atol=0.05 * density.max())
-        np.testing.assert_allclose(found.marginal[rows], marginal, atol=0.02 * marginal.max())
-        integral = trapezoid(found.density[rows], found.ln_error, axis=1)
+        np.testing.assert_allclose(
+            conditional.density[rows, columns], density, atol=0.05 * density.max()
+        )
+        np.testing.assert_allclose(conditional.marginal[rows], marginal, atol=0.02 * marginal.max())
+        integral = trapezoid(conditional.density[rows], conditional.ln_error, axis=1)
         np.testing.assert_allclose(integral, 1.0, rtol=1e-3)
-        assert trapezoid(found.marginal, found.ln_sigma) == pytest.approx(1.0, rel=1e-3)
+        assert trapezoid(conditional.marginal, conditional.ln_sigma) == pytest.approx(1.0, rel=1e-3)
 
 
 def total_variation(a, b):
@@ -271,7 +276,8 @@ def slow_resamples(y, mean, std, members, groups, n_bootstrap, seed):
     for _ in range(n_bootstrap):
         drawn = labels[rng.integers(len(labels), size=len(labels))]
         rows = np.concatenate([np.flatnonzero(groups == label) for label in drawn])
-        scores = score_arrays(y[rows], mean[rows], std[rows], members[rows], 2.0).as_dict()
+        drawn = predicted(mean[rows], std[rows], members[rows], 2.0)
+        scores = score(y[rows], drawn).as_dict()
         # The number of bins is that of the data.
         yield scores | {"ence": ence(y[rows] - mean[rows], std[rows], min(n_bins, len(rows)))}
 
@@ -284,14 +290,15 @@ def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
         std, mean, y = np.round(std, 1) + 0.1, np.round(mean), np.round(y)
     groups = np.random.default_rng(3).integers(40, size=150) if grouped else np.arange(150)
     options = {"n_bootstrap": 30, "level": 0.8, "rng": np.random.default_rng(7)}
-    given = groups if grouped else None
-    found = bootstrap_scores(y, mean, std, members, 2.0, groups=given, **options)
+    prediction = predicted(mean, std, members, 2.0)
+    labels = groups if grouped else None
+    bootstrap = bootstrap_scores(y, prediction, groups=labels, **options)
     slow = list(slow_resamples(y, mean, std, members, groups, 30, 7))
-    assert found.scores == score_arrays(y, mean, std, members, 2.0)
-    assert found.n_groups == len(np.unique(groups))
-    assert found.intervals.keys() == slow[0].keys() - {"n_points"}
-    for name, interval in found.intervals.items():
-        value = getattr(found.scores, name)
+    assert bootstrap.scores == score(y, prediction)
+    assert bootstrap.n_groups == len(np.unique(groups))
+    assert bootstrap.intervals.keys() == slow[0].keys() - {"n_points"}
+    for name, interval in bootstrap.intervals.items():
+        value = getattr(bootstrap.scores, name)
         low, high = np.quantile([s[name] for s in slow], [0.1, 0.9])
         if name in ("miscalibration_area", "rms_calibration_error", "ence"):
             low, high = max(2 * value - high, 0), max(2 * value - low, 0)
@@ -299,14 +306,15 @@ def test_intervals_are_quantiles_of_scores_of_resampled_points(grouped, ties):
 
 
 def test_intervals_contain_the_limit_of_many_points():
-    limits = score_arrays(*ensemble(0, 100_000, factor=1.3)[:3]).as_dict()
+    y, mean, std, _ = ensemble(0, 100_000, factor=1.3)
+    limits = score(y, mean=mean, std=std).as_dict()
     names = ("rmse", "log_likelihood", "miscalibration_area", "coverage_68", "spearman")
     inside = dict.fromkeys(names, 0)
     for seed in range(20):
         y, mean, std, _ = ensemble(seed + 1, 300, factor=1.3)
-        found = bootstrap_scores(y, mean, std, n_bootstrap=30, level=0.9).intervals
+        ends = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30, level=0.9).intervals
         for name in names:
-            inside[name] += found[name][0] <= limits[name] <= found[name][1]
+            inside[name] += ends[name][0] <= limits[name] <= ends[name][1]
     for name, count in inside.items():
         assert count >= 14, name  # 18 expected; three standard deviations below
 
@@ -314,19 +322,22 @@ def test_intervals_contain_the_limit_of_many_points():
 def test_impossible_errors_give_no_nan():
     y, mean, std, _ = ensemble(0, 40)
     std[0] = 1e-200
-    found = bootstrap_scores(y, mean, std, n_bootstrap=30)
-    assert not np.isnan(list(found.intervals.values())).any()
+    bootstrap = bootstrap_scores(y, predicted(mean, std), n_bootstrap=30)
+    assert not np.isnan(list(bootstrap.intervals.values())).any()
 
 
 def test_one_sigma():
     z, std = calibrated(0, 4000)
-    found = bootstrap_one_sigma(2 * z, std)
-    assert found.factor == pytest.approx(2.0, rel=0.05)
-    assert found.factor_interval[0] < 2.0 < found.factor_interval[1]
-    assert found.within == np.mean(np.abs(2 * z) <= std)
-    right = bootstrap_one_sigma(z, std)
-    assert right.within_interval[0] < expected_within() < right.within_interval[1]
-    assert bootstrap_one_sigma(z, std, groups=np.zeros(4000)).within_interval is None
+    prediction = predicted(np.zeros(4000), std)
+    wide = bootstrap_scores(2 * z, prediction).one_sigma
+    assert wide.factor == pytest.approx(2.0, rel=0.05)
+    assert wide.factor_interval[0] < 2.0 < wide.factor_interval[1]
+    assert wide.within == np.mean(np.abs(2 * z) <= std)
+    right = bootstrap_scores(z, prediction).one_sigma
+    assert right.within_interval[0] < right.expected < right.within_interval[1]
+    single = bootstrap_scores(z, prediction, groups=np.zeros(4000))
+    assert single.one_sigma.within_interval is None
+    assert not single.intervals
 
 
 # --- bad input ---
@@ -334,10 +345,7 @@ def test_one_sigma():
 Z, S = calibrated(0)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [log_likelihood, ence, spearman, calibration_curve, bootstrap_one_sigma],
-)
+@pytest.mark.parametrize("function", [log_likelihood, ence, spearman, calibration_curve])
 @pytest.mark.parametrize(
     ("parameter", "z", "std"),
     [
@@ -364,11 +372,11 @@ def test_bad_arrays(function, parameter, z, std):
         ("dof", lambda: student_log_density(Z, S, 0.0)),
         ("dof", lambda: covering_levels(Z, S, 2.0)),
         ("n_bins", lambda: binned_errors(Z, S, 31)),
-        ("members", lambda: score_arrays(Z, Z, S, np.ones((29, 4)))),
-        ("mean", lambda: score_arrays(Z, Z[:3], S)),
-        ("groups", lambda: bootstrap_scores(Z, Z, S, groups=np.arange(3))),
-        ("n_bootstrap", lambda: bootstrap_scores(Z, Z, S, n_bootstrap=2)),
-        ("level", lambda: bootstrap_scores(Z, Z, S, level=1.0)),
+        ("members", lambda: score(Z, predicted(Z, S, np.ones((29, 4))))),
+        ("mean", lambda: score(Z, predicted(Z[:3], S))),
+        ("groups", lambda: bootstrap_scores(Z, predicted(Z, S), groups=np.arange(3))),
+        ("n_bootstrap", lambda: bootstrap_scores(Z, predicted(Z, S), n_bootstrap=2)),
+        ("level", lambda: bootstrap_scores(Z, predicted(Z, S), level=1.0)),
         ("min_points", lambda: conditional_error_density(Z, 0 * Z, S, min_points=0.0)),
         ("y", lambda: conditional_error_density(Z, Z, S)),
     ],

@@ -8,7 +8,6 @@ import ase.io
 import numpy as np
 import pandas as pd
 import pytest
-from atomistic_fixtures import ENERGY, SMALL, labelled_molecules
 from checks import rejects
 from rich.console import Console
 from test_cli import qualms
@@ -35,13 +34,6 @@ class Cells(HTMLParser):
     def handle_data(self, data):
         if self.open[-1] in ("th", "td"):
             self.cells.append(data)
-
-
-@pytest.fixture(scope="module")
-def model():
-    frames = labelled_molecules(80)
-    options = {"representation": SMALL, "n_representatives": 60, "threads": 1, "units": "eV"}
-    return AtomisticModel(ENERGY, **options).fit(frames[:60]), frames[60:]
 
 
 def test_tables_of_predictions():
@@ -74,11 +66,10 @@ def test_predictions_in_html():
         assert not Cells(other._repr_html_()).open
 
 
-def test_models_and_scores_in_html(model):
-    trained, _ = model
-    cells = Cells(trained._repr_html_())
+def test_models_and_scores_in_html(energy_model):
+    cells = Cells(energy_model._repr_html_())
     assert not cells.open
-    text = trained.summary()
+    text = energy_model.summary()
     assert all(cell in text for cell in cells.cells)
     hostile = AtomisticModel("<script>alert(1)</script>")
     assert "<script" not in hostile._repr_html_()
@@ -87,26 +78,25 @@ def test_models_and_scores_in_html(model):
     assert cells.cells[cells.cells.index("rmse") + 1] == "1"
 
 
-def test_scores_are_those_of_the_command(model, tmp_path, monkeypatch):
-    trained, frames = model
+def test_scores_are_those_of_the_command(energy_model, molecules, tmp_path, monkeypatch):
+    frames = molecules[120:140]
     monkeypatch.chdir(tmp_path)
-    trained.save("m.safetensors")
+    energy_model.save("m.safetensors")
     ase.io.write("test.xyz", frames)
     options = {"units": "meV", "per": "structure"}
     document = qualms("evaluate m.safetensors test.xyz --in meV --per structure --json").document
     expected = next(row for row in document["scores"] if row["name"] == "sources (out-of-bag)")
     for test in (frames, "test.xyz"):
-        for name, value in trained.score(test, **options).as_dict().items():
+        for name, value in energy_model.score(test, **options).as_dict().items():
             # Ranks of standard deviations that are nearly the same depend on rounding.
             tolerance = {"abs": 0.02} if name == "spearman" else {"rel": 1e-5}
             assert value == pytest.approx(expected[name], **tolerance), name
     with rejects("quantity"):
-        trained.score(frames, quantity="forces")
+        energy_model.score(frames, quantity="forces")
 
 
-def test_a_single_structure_is_predicted(model):
-    trained, frames = model
-    single, several = trained.predict(frames[0]), trained.predict(frames[:1])
+def test_a_single_structure_is_predicted(energy_model, molecules):
+    single, several = energy_model.predict(molecules[0]), energy_model.predict(molecules[:1])
     assert single.shape == ()
     np.testing.assert_allclose(single.members, several.members[0])
     assert "±" in f"{single:.3f}"

@@ -30,6 +30,11 @@ def test_mean_and_std_are_those_of_the_members():
     np.testing.assert_allclose(P.std, MEMBERS.std(axis=1, ddof=1))
     np.testing.assert_allclose(P.covariance(), np.cov(MEMBERS))
     assert (P.shape, P.n_members, len(P)) == ((5,), 8, 5)
+    source = MEMBERS.copy()
+    prediction = Prediction(source)
+    assert not prediction.members.flags.writeable
+    source[:] = 0
+    same(prediction, MEMBERS)
 
 
 def test_masked_numbers_are_rejected():
@@ -41,14 +46,6 @@ def test_masked_numbers_are_rejected():
     with rejects("y"):
         ProjectedProcessRegressor().fit(MEMBERS, masked[:, 0])
     Prediction(np.ma.array(MEMBERS))  # a mask without a masked number
-
-
-def test_members_are_a_read_only_copy():
-    assert not P.members.flags.writeable
-    source = MEMBERS.copy()
-    prediction = Prediction(source)
-    source[:] = 0
-    same(prediction, MEMBERS)
 
 
 def test_indexing_keeps_the_members():
@@ -122,8 +119,8 @@ def test_uncertainties_of_small_differences_are_calibrated(calibration, toleranc
     for seed in range(12):
         draw = np.random.default_rng(seed)
         X = draw.uniform(-1, 1, size=(160, 5))
-        given = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
-        model = ProjectedProcessRegressor("rbf", **given)
+        options = {"length_scale": 1.5, "calibration": calibration, "random_state": seed}
+        model = ProjectedProcessRegressor("rbf", **options)
         model.fit(X, reference(X) + 0.02 * draw.normal(size=160))
         before = draw.uniform(-1, 1, size=(300, 5))
         after = before + 0.05 * draw.normal(size=before.shape)
@@ -238,12 +235,12 @@ def test_student_intervals_of_few_members_have_their_coverage():
 @pytest.mark.filterwarnings("ignore:Only 5 independent points")
 def test_score_and_calibrate_take_predictions_and_arrays():
     y = rng.normal(size=5) + 3
-    found = score(y, P)
-    assert found.n_points == 5
-    assert found.rmse == pytest.approx(np.sqrt(np.mean((y - P.mean) ** 2)))
-    assert found.crps_ensemble > 0
+    scores = score(y, P)
+    assert scores.n_points == 5
+    assert scores.rmse == pytest.approx(np.sqrt(np.mean((y - P.mean) ** 2)))
+    assert scores.crps_ensemble > 0
     assert score(y, Q) == score(y, mean=P.mean, std=P.std)
-    assert score(y, Q).log_likelihood == pytest.approx(found.log_likelihood)
+    assert score(y, Q).log_likelihood == pytest.approx(scores.log_likelihood)
     assert score(y, Q).crps_ensemble is None
     fitted = calibrate(y, LinearCalibration(alpha=3.0).apply(P), method="linear")
     assert fitted.alpha == pytest.approx(calibrate(y, MEMBERS, method="linear").alpha)
@@ -272,6 +269,8 @@ def test_score_and_calibrate_take_predictions_and_arrays():
         (lambda: score(P.mean, P, mean=P.mean), "prediction"),
         (lambda: score(P.mean[:2], P), "mean"),
         (lambda: calibrate(["a"] * 5, MEMBERS), "y"),
+        (lambda: calibrate(P.mean, MEMBERS, method="sources"), "method"),
+        (lambda: calibrate(P.mean, mean=P.mean, std=P.std, method="student"), "method"),
     ],
 )
 def test_bad_input(call, parameter):

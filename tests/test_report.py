@@ -19,10 +19,7 @@ from rich.console import Console
 
 from qualms import Prediction, calibrate, score
 from qualms.evaluation import Evaluation
-from qualms.metrics import (
-    bootstrap_scores,
-    score_arrays,
-)
+from qualms.metrics import bootstrap_scores
 from qualms.report import (
     BinnedErrorDisplay,
     ConditionalErrorDisplay,
@@ -36,7 +33,6 @@ from qualms.report import (
     score_table,
     write_report,
 )
-from qualms.report.assessment import with_uncertainty
 from qualms.report.structure_map import make_map
 from qualms.report.tables import interval_records, score_records, write_number
 
@@ -69,11 +65,11 @@ def frames_of(n):
 def evaluation(n=200, **changes):
     """A calibrated prediction of structures."""
     y, raw = ensemble(n, ensemble_std=0.5)
-    given = {"target": "energy", "units": "eV", "y": y, "structure": np.arange(n)}
-    given["frames"] = frames_of(n)
+    arguments = {"target": "energy", "units": "eV", "y": y, "structure": np.arange(n)}
+    arguments["frames"] = frames_of(n)
     if "prediction" not in changes:
-        given["prediction"] = calibrate(y, raw).apply(raw)
-    return Evaluation(**given | changes)
+        arguments["prediction"] = calibrate(y, raw).apply(raw)
+    return Evaluation(**arguments | changes)
 
 
 def evaluation_of_atoms(n_structures=12, **changes):
@@ -195,9 +191,9 @@ def test_bad_predictions():
     y, p = ensemble(20)
     bad = {"prediction": (y, p.mean), "y": (y[1:], p)}
     for cls in OF_PREDICTIONS:
-        for parameter, given in bad.items():
+        for parameter, arguments in bad.items():
             with rejects(parameter):
-                cls.from_prediction(*given)
+                cls.from_prediction(*arguments)
 
 
 # --- tables ---
@@ -205,11 +201,15 @@ def test_bad_predictions():
 
 def columns():
     y, p = ensemble(100)
-    raw, better = (
-        bootstrap_scores(y, p.mean, f * p.std, n_bootstrap=20, groups=np.arange(100) // 2)
-        for f in (0.5, 1.0)
-    )
-    return {"before": raw, "after": better}
+    predictions = {
+        "before": Prediction(mean=p.mean, std=0.5 * p.std),
+        "after": Prediction(mean=p.mean, std=p.std),
+    }
+    groups = np.arange(100) // 2
+    return {
+        name: bootstrap_scores(y, prediction, n_bootstrap=20, groups=groups)
+        for name, prediction in predictions.items()
+    }
 
 
 def test_a_table_has_three_forms():
@@ -223,7 +223,7 @@ def test_a_table_has_three_forms():
 
 def test_scores_as_a_table():
     y, p = ensemble()
-    rows = {"raw": score(y, p), "pp": score_arrays(y, p.mean, 2 * p.std)}
+    rows = {"raw": score(y, p), "pp": score(y, mean=p.mean, std=2 * p.std)}
     table = score_table(rows, units="eV")
     assert [row[0] for row in table.rows] == ["raw", "pp"]
     best = max(rows, key=lambda name: rows[name].log_likelihood)
@@ -234,17 +234,17 @@ def test_scores_as_a_table():
 
 def test_records_are_json():
     y, p = ensemble(50)
-    rows = {"a": score(y, p), "b": score_arrays(y, p.mean, 1e-200 * p.std)}
+    rows = {"a": score(y, p), "b": score(y, mean=p.mean, std=1e-200 * p.std)}
     records = score_records(rows)
     json.dumps(records, allow_nan=False)
     assert records[0]["rmse"] == rows["a"].rmse
     assert records[1]["log_likelihood"] is None
-    given = columns()
-    records = interval_records(given)
+    compared = columns()
+    records = interval_records(compared)
     json.dumps(records, allow_nan=False)
-    one = next(r for r in records if r["column"] == "after" and r["score"] == "crps")
-    assert one["value"] == given["after"].scores.crps
-    assert (one["low"], one["high"]) == given["after"].intervals["crps"]
+    record = next(r for r in records if r["column"] == "after" and r["score"] == "crps")
+    assert record["value"] == compared["after"].scores.crps
+    assert (record["low"], record["high"]) == compared["after"].intervals["crps"]
 
 
 def test_intervals_as_a_table():
@@ -280,8 +280,8 @@ def test_the_assessment_is_right_nearly_always(ensemble_std, grade):
     for seed in range(20):
         y, raw = ensemble(300, ensemble_std=ensemble_std, n_members=64, seed=seed)
         prediction = Prediction(mean=raw.mean, std=raw.std)
-        given = evaluation(300, y=y, prediction=prediction, frames=None)
-        grades.append(assess(given, n_bootstrap=100).grade)
+        points = evaluation(300, y=y, prediction=prediction, frames=None)
+        grades.append(assess(points, n_bootstrap=100).grade)
     assert grades.count(grade) >= 18
 
 
@@ -293,13 +293,13 @@ def test_few_structures_are_not_assessed():
     assert assess(few).grade == "approximate"
 
 
-def grade_of(z, std, frames=None, n_bootstrap=20, **given):
+def grade_of(z, std, frames=None):
     """Return the grade of errors z with standard deviations std."""
     z, std = np.broadcast_arrays(z, std)
     mean = 10 * np.random.default_rng(1).normal(size=len(z))
     prediction = Prediction(mean=mean, std=std)
-    given = evaluation(len(z), y=mean + z, prediction=prediction, frames=frames, **given)
-    return assess(with_uncertainty(given)[0], n_bootstrap=n_bootstrap).grade
+    points = evaluation(len(z), y=mean + z, prediction=prediction, frames=frames)
+    return assess(points, n_bootstrap=20).grade
 
 
 def test_the_assessment_cannot_be_fooled():
@@ -325,24 +325,26 @@ def test_the_assessment_cannot_be_fooled():
 
 
 def test_figures_state_what_they_show():
-    y, found = ensemble(600)
-    legend = ConditionalErrorDisplay.from_prediction(y, found).plot().ax_.get_legend()
+    y, p = ensemble(600)
+    legend = ConditionalErrorDisplay.from_prediction(y, p).plot().ax_.get_legend()
     assert "0.05, 0.15, 0.25, 0.35" in legend.get_title().get_text()
     for display in (BinnedErrorDisplay, ResidualDisplay):
-        ax = display.from_prediction(y, found).plot().ax_
+        ax = display.from_prediction(y, p).plot().ax_
         assert len(ax.get_legend().get_texts()) == 1
 
 
 def test_coordinates_and_types_on_the_map():
-    given = evaluation(30)
-    for i, atoms in enumerate(given.frames):
+    points = evaluation(30)
+    for i, atoms in enumerate(points.frames):
         atoms.info["config_type"] = ["bulk", "<b>slab</b>"][i % 2]
-    found = make_map(given, [0], coordinates=lambda some: [np.array([[i, -2.0 * i]]) for i in some])
+    shown = make_map(
+        points, [0], coordinates=lambda some: [np.array([[i, -2.0 * i]]) for i in some]
+    )
     first, second = (f"kernel principal component {k}" for k in (1, 2))
-    settings = found.data["settings"]["map"]
+    settings = shown.data["settings"]["map"]
     assert (settings["x"]["property"], settings["y"]["property"]) == (first, second)
     assert settings["symbol"] == "config_type"
-    properties = found.data["properties"]
+    properties = shown.data["properties"]
     assert properties[second]["values"] == [-2.0 * i for i in range(30)]
     assert properties["config_type"]["values"][:2] == ["bulk", "bslab/b"]
     of_atoms = evaluation_of_atoms(5)
@@ -356,10 +358,10 @@ def test_calibrated_uncertainties_cover_what_they_should():
     rng = np.random.default_rng(0)
     mean, z = rng.normal(size=(2, 5000))
     prediction = Prediction(mean=mean, std=np.full(5000, 1.08))
-    found = assess(evaluation(5000, y=mean + z, prediction=prediction, frames=None))
+    assessment = assess(evaluation(5000, y=mean + z, prediction=prediction, frames=None))
     # The miscalibration area is negligible, but the interval of the coverage excludes 68.3 %.
-    assert found.grade == "approximate"
-    assert "too large by a factor of about 1.0" in found.sentence
+    assert assessment.grade == "approximate"
+    assert "too large by a factor of about 1.0" in assessment.sentence
 
 
 def test_groups_with_a_bias_of_their_own_are_named():
@@ -368,36 +370,36 @@ def test_groups_with_a_bias_of_their_own_are_named():
     z = rng.normal(size=180)
     assert grade_of(z, 1.0, frames) == "calibrated"
     z += np.repeat([1.7, -1.5, 0.0], 60)
-    given = evaluation(180, y=z, prediction=Prediction(mean=0 * z, std=0 * z + 1), frames=frames)
-    (warning,) = given.checked()
+    points = evaluation(180, y=z, prediction=Prediction(mean=0 * z, std=0 * z + 1), frames=frames)
+    (warning,) = points.checked()
     assert "C2H4O2" in warning
     assert "C2H6O" in warning
     assert "H2O" not in warning
     for i, atoms in enumerate(frames):
         atoms.info["config_type"] = "abc"[i % 3]
-    assert given.checked() == [warning]
-    (other,) = replace(given, y=rng.normal(size=180) + np.tile([2.0, -2.0, 0.0], 60)).checked()
+    assert points.checked() == [warning]
+    (other,) = replace(points, y=rng.normal(size=180) + np.tile([2.0, -2.0, 0.0], 60)).checked()
     assert "config_type" in other
     # A bias of all points is stated once.
-    assert len(replace(given, y=z + 9).checked()) == 1
+    assert len(replace(points, y=z + 9).checked()) == 1
 
 
 def test_a_better_calibration_is_named():
     y, raw = ensemble(400, n_members=16)
     better = {"shrinkage (out-of-bag)": score(y, raw), "raw": score(y, raw)}
     wide = Prediction(mean=raw.mean, std=2 * raw.std)
-    found = [
+    assessments = [
         assess(evaluation(400, y=y, prediction=p, frames=None, scores=better), n_bootstrap=20)
         for p in (wide, raw)
     ]
-    assert ["shrinkage" in one.details[-1] for one in found] == [True, False]
+    assert ["shrinkage" in a.details[-1] for a in assessments] == [True, False]
 
 
 def test_scores_are_those_before_and_after_calibration():
-    given = evaluation()
-    found = assess(given).scores
-    assert found["before calibration"].scores == score(given.y, given.prediction.uncalibrated)
-    assert found["after calibration"].scores == score(given.y, given.prediction)
+    points = evaluation()
+    scores, raw = assess(points).scores, points.prediction.uncalibrated
+    assert scores["before calibration"].scores == score(points.y, raw)
+    assert scores["after calibration"].scores == score(points.y, points.prediction)
     y, raw = ensemble(50)
     assert list(assess(evaluation(50, y=y, prediction=raw)).scores) == ["as predicted"]
 
@@ -433,8 +435,8 @@ class Parsed(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def write(path, given, **options):
-    report = write_report(path, {"energy": given}, force=True, **options)
+def write(path, points, **options):
+    report = write_report(path, {"energy": points}, force=True, **options)
     return report, Parsed(path.read_text(encoding="utf-8"))
 
 
@@ -463,11 +465,11 @@ def test_a_report_has_all_sections(tmp_path):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_worst_predictions_are_listed(tmp_path):
-    given = evaluation()
-    z = np.abs(given.residuals)
-    report, page = write(tmp_path / "a.html", given)
+    points = evaluation()
+    z = np.abs(points.residuals)
+    report, page = write(tmp_path / "a.html", points)
     by_ratio, by_error = report.sections["energy"].worst.values()
-    order = np.argsort(-z / given.prediction.std)[:20].tolist()
+    order = np.argsort(-z / points.prediction.std)[:20].tolist()
     assert [int(row[0]) for row in by_ratio.rows] == order
     assert [int(row[0]) for row in by_error.rows] == np.argsort(-z)[:20].tolist()
     buttons = [int(b["data-structure"]) for b in page.all("button")]
@@ -478,8 +480,8 @@ def test_the_worst_predictions_are_listed(tmp_path):
 def test_quantities_have_their_own_sections(tmp_path):
     forces = evaluation_of_atoms(target="forces", units="eV/Å", component_names=("x", "y", "z"))
     forces = Evaluation(**vars(forces) | {"component": np.arange(len(forces)) % 3})
-    found = {"energy": evaluation(12, frames=forces.frames), "forces": forces}
-    report = write_report(tmp_path / "a.html", found)
+    evaluations = {"energy": evaluation(12, frames=forces.frames), "forces": forces}
+    report = write_report(tmp_path / "a.html", evaluations)
     page = Parsed((tmp_path / "a.html").read_text(encoding="utf-8"))
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert "quantity-forces" in ids
@@ -494,11 +496,11 @@ def test_quantities_have_their_own_sections(tmp_path):
 @pytest.mark.usefixtures("no_figures")
 def test_nothing_in_the_data_becomes_markup(tmp_path):
     frames = frames_of(30)
-    given = evaluation(30, frames=frames, target=EVIL, units=EVIL)
-    given = Evaluation(**vars(given) | {"scores": {EVIL: score(given.y, given.prediction)}})
+    points = evaluation(30, frames=frames, target=EVIL, units=EVIL)
+    points = Evaluation(**vars(points) | {"scores": {EVIL: score(points.y, points.prediction)}})
     write_report(
         tmp_path / "a.html",
-        {"energy": given, EVIL: given},
+        {"energy": points, EVIL: points},
         title=EVIL,
         facts={EVIL: EVIL},
         remarks=[EVIL],
@@ -558,15 +560,15 @@ def test_tables_have_no_map(tmp_path):
     y, p = ensemble(30)
     raw = Prediction(mean=p.mean, std=p.std)
     calibrated = Prediction(mean=p.mean, std=2 * p.std, uncalibrated=raw)
-    given = evaluation(30, y=y, frames=None, prediction=calibrated)
-    report, _ = write(tmp_path / "a.html", given)
+    points = evaluation(30, y=y, frames=None, prediction=calibrated)
+    report, _ = write(tmp_path / "a.html", points)
     assert (report.map, report.remarks) == (None, [])
-    found = report.sections["energy"].assessment.scores["after calibration"].scores
-    assert found == score_arrays(y, p.mean, 2 * p.std)
+    after = report.sections["energy"].assessment.scores["after calibration"].scores
+    assert after == score(y, mean=p.mean, std=2 * p.std)
 
 
 def test_bad_reports(tmp_path):
-    given = evaluation(30)
+    points = evaluation(30)
     (tmp_path / "old.html").write_text("old")
     for parameter, name, options in (
         ("path", "a.pdf", {}),
@@ -574,7 +576,7 @@ def test_bad_reports(tmp_path):
         ("max_structures", "a.html", {"max_structures": 0}),
     ):
         with rejects(parameter):
-            write_report(tmp_path / name, {"energy": given}, **options)
+            write_report(tmp_path / name, {"energy": points}, **options)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
@@ -583,16 +585,16 @@ def test_bad_reports(tmp_path):
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_map_has_predictions_and_errors(tmp_path):
-    given = evaluation(40)
-    report, _ = write(tmp_path / "a.html", given)
+    points = evaluation(40)
+    report, _ = write(tmp_path / "a.html", points)
     data = json.loads(gzip.decompress(report.paths[1].read_bytes()))
     assert len(data["structures"]) == 40
-    assert data["structures"][3]["cell"] == pytest.approx(given.frames[3].cell.array.ravel())
+    assert data["structures"][3]["cell"] == pytest.approx(points.frames[3].cell.array.ravel())
     assert "cell" not in data["structures"][0]
     values = {name: entry["values"] for name, entry in data["properties"].items()}
-    ratio = np.abs(given.residuals) / given.prediction.std
-    np.testing.assert_allclose(values["predicted"], given.prediction.mean, rtol=1e-7)
-    np.testing.assert_allclose(values["error"], given.residuals, rtol=1e-7)
+    ratio = np.abs(points.residuals) / points.prediction.std
+    np.testing.assert_allclose(values["predicted"], points.prediction.mean, rtol=1e-7)
+    np.testing.assert_allclose(values["error"], points.residuals, rtol=1e-7)
     np.testing.assert_allclose(values["|error|/σ"], ratio, rtol=1e-7)
     assert data["settings"]["pinned"] == [int(np.argmax(ratio))]
     text = report.paths[0].read_text(encoding="utf-8")
@@ -601,31 +603,31 @@ def test_the_map_has_predictions_and_errors(tmp_path):
 
 
 def test_a_map_of_atoms_has_environments():
-    given = evaluation_of_atoms()
-    shown = make_map(given, [5])
+    points = evaluation_of_atoms()
+    shown = make_map(points, [5])
     assert shown.of_atoms
     places = [(e["structure"], e["center"]) for e in shown.data["environments"]]
-    assert places == list(zip(given.structure.tolist(), given.atom.tolist(), strict=True))
+    assert places == list(zip(points.structure.tolist(), points.atom.tolist(), strict=True))
 
 
 def test_components_are_averaged_over_structures():
-    given = evaluation_of_atoms()
-    given = Evaluation(**vars(given) | {"atom": None})
-    shown = make_map(given, [0])
-    rms = [np.sqrt(np.mean(given.residuals[given.structure == i] ** 2)) for i in range(12)]
+    points = evaluation_of_atoms()
+    points = Evaluation(**vars(points) | {"atom": None})
+    shown = make_map(points, [0])
+    rms = [np.sqrt(np.mean(points.residuals[points.structure == i] ** 2)) for i in range(12)]
     np.testing.assert_allclose(shown.data["properties"]["RMS error"]["values"], rms, rtol=1e-7)
     axes = shown.data["settings"]["map"]
     assert [axes[axis]["property"] for axis in "xy"] == ["RMS σ", "RMS error"]
 
 
 def test_large_maps_have_the_worst_and_a_sample():
-    given = evaluation(100)
+    points = evaluation(100)
     worst = [50, 3, 99]
-    shown = make_map(given, worst, max_structures=10, seed=1)
+    shown = make_map(points, worst, max_structures=10, seed=1)
     assert len(shown.data["structures"]) == 10
     assert {*worst} <= {*shown.places}
-    assert make_map(given, worst, max_structures=10, seed=1).data == shown.data
-    assert set(make_map(given, worst, max_structures=2).places) == {50, 3}
+    assert make_map(points, worst, max_structures=10, seed=1).data == shown.data
+    assert set(make_map(points, worst, max_structures=2).places) == {50, 3}
 
 
 def test_heavy_tails_that_the_calibration_found_are_expected():

@@ -10,7 +10,7 @@ the same shape, and every entry counts as one point.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -92,16 +92,6 @@ def root_mean_square(values: Float64Array) -> float:
     return largest * float(np.sqrt(np.mean(np.square(values / largest))))
 
 
-def rmse(residuals: ArrayLike) -> float:
-    """Root mean squared error, in the units of y."""
-    return root_mean_square(check_points("residuals", residuals))
-
-
-def mae(residuals: ArrayLike) -> float:
-    """Mean absolute error, in the units of y."""
-    return float(np.mean(np.abs(check_points("residuals", residuals))))
-
-
 def covering_levels(
     residuals: ArrayLike, std: ArrayLike, dof: ArrayLike | None = None
 ) -> Float64Array:
@@ -180,11 +170,6 @@ class ConditionalArea:
         return float(np.sqrt(max(self.area**2 - self.by_chance**2, 0.0)))
 
 
-def expected_within(dof: float | None = None) -> float:
-    """Return the probability of |z| ≤ σ: of a Gaussian, or of Student's t of ν > 2."""
-    return float(covering_levels([1.0], [1.0], dof)[0])
-
-
 def conditional_area(
     residuals: ArrayLike,
     std: ArrayLike,
@@ -223,6 +208,11 @@ def _bin_starts(sigma: Float64Array, n_bins: int) -> IntArray:
     # A boundary inside a run of equal σ moves to where the run begins.
     cuts = sigma[np.arange(n_bins) * sigma.size // n_bins]
     return np.unique(np.searchsorted(sigma, cuts, side="left"))
+
+
+def default_bins(n: int) -> int:
+    """Return the number of bins of n points for their errors: 10, or as many as have ten points."""
+    return int(np.clip(n // 10, 1, 10))
 
 
 def ence(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> float:
@@ -352,36 +342,74 @@ class Scores:
         return html_table((), (line.split() for line in str(self).splitlines()))
 
 
-def score_arrays(
+class _MeanAndStd(Protocol):
+    """A prediction: see `qualms.Prediction`."""
+
+    @property
+    def mean(self) -> Float64Array: ...
+    @property
+    def std(self) -> Float64Array: ...
+    @property
+    def members(self) -> Any: ...
+    @property
+    def factor_95(self) -> float | None: ...
+
+
+def score(
     y: ArrayLike,
-    mean: ArrayLike,
-    std: ArrayLike,
-    members: ArrayLike | None = None,
-    factor_95: float | None = None,
+    prediction: _MeanAndStd | None = None,
+    *,
+    mean: ArrayLike | None = None,
+    std: ArrayLike | None = None,
 ) -> Scores:
-    """Compute all scores of a set of predictions.
+    """Score predictions against reference values.
 
     Parameters
     ----------
-    y, mean, std : (n,) or (n, n_targets) arrays
-        Reference values, predictions and standard deviations > 0, in the same units. Several
-        targets are scored together, as if they were more points.
-    members : array of shape y.shape + (n_members,), optional
-        Predictions of at least two members, for ``crps_ensemble``.
-    factor_95 : float, optional
-        Half the width of conformal 95 % intervals, in units of the standard deviation.
+    y : (n,) or (n, T) array
+        Reference values. Several targets are scored together, as if they were more points.
+    prediction : Prediction of the shape of y
+    mean, std : arrays of the shape of y
+        Instead of a prediction: predicted values and standard deviations > 0.
+
+    Examples
+    --------
+    >>> round(score([1.0, 2.0], mean=[1.1, 1.8], std=[0.1, 0.2]).mae, 6)
+    0.15
     """
-    return _scores(_terms(y, mean, std, members, factor_95))
+    if prediction is None and mean is not None and std is not None:
+        return _scores(_terms(y, mean, std))
+    if prediction is None or mean is not None or std is not None:
+        message = "Give either a `prediction`, or `mean` and `std`."
+        raise InputError(message, parameter="prediction")
+    if not hasattr(prediction, "members"):
+        raise InputError(
+            f"`prediction`, of type {type(prediction).__name__}, is not a Prediction. Arrays are "
+            "given as `mean` and `std`.",
+            parameter="prediction",
+        )
+    p = prediction
+    return _scores(_terms(y, p.mean, p.std, p.members, p.factor_95))
 
 
 def _terms(
     y: ArrayLike,
     mean: ArrayLike,
     std: ArrayLike,
-    members: ArrayLike | None,
-    factor_95: float | None,
+    members: ArrayLike | None = None,
+    factor_95: float | None = None,
 ) -> dict[str, Float64Array]:
-    """Return z, σ, covering levels, and what scores are the means of: (n,) by name."""
+    """Return z, σ, covering levels, and the terms that scores are the means of: (n,) by name.
+
+    Parameters
+    ----------
+    y, mean, std : (n,) or (n, n_targets) arrays
+        Reference values, predictions and standard deviations > 0, in the same units.
+    members : array of shape y.shape + (n_members,), optional
+        Predictions of at least two members, for ``crps_ensemble``.
+    factor_95 : float, optional
+        Half the width of conformal 95 % intervals, in units of the standard deviation.
+    """
     reference = check_points("y", y)
     z = (reference - check_points("mean", mean, reference.shape)).ravel()
     sigma = check_std(std, reference.shape).ravel()
@@ -428,56 +456,6 @@ def _scores(terms: dict[str, Float64Array], n_bins: int | None = None) -> Scores
         spearman=spearman(z, sigma),
         **({"crps_ensemble": None, "coverage_95_conformal": None} | means),  # type: ignore[arg-type]
     )
-
-
-class _MeanAndStd(Protocol):
-    """A prediction: see `qualms.Prediction`."""
-
-    @property
-    def mean(self) -> Float64Array: ...
-    @property
-    def std(self) -> Float64Array: ...
-    @property
-    def members(self) -> Any: ...
-    @property
-    def factor_95(self) -> float | None: ...
-
-
-def score(
-    y: ArrayLike,
-    prediction: _MeanAndStd | None = None,
-    *,
-    mean: ArrayLike | None = None,
-    std: ArrayLike | None = None,
-) -> Scores:
-    """Score predictions against reference values.
-
-    Parameters
-    ----------
-    y : (n,) or (n, T) array
-        Reference values.
-    prediction : Prediction of the shape of y
-    mean, std : arrays of the shape of y
-        Instead of a prediction: predicted values and standard deviations > 0.
-
-    Examples
-    --------
-    >>> round(score([1.0, 2.0], mean=[1.1, 1.8], std=[0.1, 0.2]).mae, 6)
-    0.15
-    """
-    if prediction is None and mean is not None and std is not None:
-        return score_arrays(y, mean, std)
-    if prediction is None or mean is not None or std is not None:
-        message = "Give either a `prediction`, or `mean` and `std`."
-        raise InputError(message, parameter="prediction")
-    if not hasattr(prediction, "members"):
-        raise InputError(
-            f"`prediction`, of type {type(prediction).__name__}, is not a Prediction. Arrays are "
-            "given as `mean` and `std`.",
-            parameter="prediction",
-        )
-    p = prediction
-    return score_arrays(y, p.mean, p.std, p.members, p.factor_95)
 
 
 # Diagnostics: numbers for figures.
@@ -578,7 +556,7 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
     sigma = check_std(std, z.shape, allow_zero=True).ravel()
     n = sigma.size
     if n_bins is None:
-        n_bins = int(np.clip(n // 10, 1, 10))
+        n_bins = default_bins(n)
     if not 1 <= n_bins <= n:
         raise InputError(
             f"`n_bins` is {n_bins!r}; use at least 1 bin and at most one per point, {n}.",
@@ -729,7 +707,24 @@ def outlying_points(residuals: ArrayLike, std: ArrayLike) -> IntArray:
     return outliers[np.argsort(-t[outliers], kind="stable")]
 
 
-# Bootstrap confidence intervals of scores, clustered by group.
+# Bootstrap confidence intervals, clustered by group.
+
+
+@dataclass(frozen=True)
+class OneSigma:
+    """Coverage of ±σ, with confidence intervals.
+
+    `within` is the fraction of points with |z| ≤ σ, and `expected` that of calibrated predictions,
+    Gaussian or of Student's t. `factor` is that of σ which makes the fraction right: above one if σ
+    is too small. Unlike the root mean square of z/σ it is robust against a few large errors. The
+    intervals are None if there is only one group.
+    """
+
+    expected: float
+    within: float
+    within_interval: tuple[float, float] | None
+    factor: float
+    factor_interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -737,12 +732,16 @@ class ScoreIntervals:
     """Scores of all points with confidence intervals, made by :func:`bootstrap_scores`.
 
     `intervals` has the lower and upper end for each score, by name; each contains the score itself.
-    It is empty if there is only one group. `level` is their nominal coverage, and `n_groups` the
-    number of groups, or points, drawn in each of `n_bootstrap` resamples.
+    It is empty if there is only one group. `one_sigma` is the coverage of ±σ; `dof` are the degrees
+    of freedom of the Student's t that coverages are compared with, None for a Gaussian. `level` is
+    the nominal coverage of all intervals, and `n_groups` the number of groups, or points, drawn in
+    each of `n_bootstrap` resamples.
     """
 
     scores: Scores
     intervals: Mapping[str, tuple[float, float]]
+    one_sigma: OneSigma
+    dof: float | None
     level: float
     n_bootstrap: int
     n_groups: int
@@ -750,15 +749,13 @@ class ScoreIntervals:
 
 def bootstrap_scores(
     y: ArrayLike,
-    mean: ArrayLike,
-    std: ArrayLike,
-    members: ArrayLike | None = None,
-    factor_95: float | None = None,
+    prediction: _MeanAndStd,
     *,
     groups: ArrayLike | None = None,
     n_bootstrap: int = 200,
     level: float = 0.95,
     rng: np.random.Generator | None = None,
+    dof: float | None = None,
 ) -> ScoreIntervals:
     """Compute all scores with bootstrap confidence intervals.
 
@@ -769,8 +766,8 @@ def bootstrap_scores(
 
     Parameters
     ----------
-    y, mean, std, members, factor_95
-        As in :func:`score_arrays`.
+    y, prediction
+        As in :func:`score`.
     groups : array of y.shape or of shape (n,), optional
         Labels of points that are drawn together, such as the atoms of one structure. Each row by
         itself by default.
@@ -780,116 +777,65 @@ def bootstrap_scores(
         Nominal coverage of the intervals, within (0, 1).
     rng : numpy Generator, optional
         Seeded with 0 by default.
-    """
-    terms = _terms(y, mean, std, members, factor_95)
-    scores = _scores(terms)
-    # Minus infinity has no quantiles.
-    terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
-    n_bins = int(np.clip(scores.n_points // 10, 1, 10))
-    n_groups, draws = _resamples(groups, np.asarray(y), n_bootstrap, level, rng)
-    resampled = [
-        _scores({name: values[rows] for name, values in terms.items()}, min(n_bins, rows.size))
-        for rows in draws
-    ]
-    tail = 0.5 * (1.0 - level)
-    intervals = {}
-    for name, value in scores.as_dict().items():
-        if name == "n_points" or value is None or not resampled:
-            continue
-        values = [getattr(each, name) for each in resampled]
-        low, high = np.quantile(values, [tail, 1.0 - tail]).tolist()
-        if name in ("miscalibration_area", "rms_calibration_error", "ence"):
-            low, high = max(2.0 * value - high, 0.0), max(2.0 * value - low, 0.0)
-        intervals[name] = (min(low, value), max(high, value))
-    return ScoreIntervals(scores, intervals, level, n_bootstrap, n_groups)
-
-
-@dataclass(frozen=True)
-class OneSigma:
-    """Coverage of ±σ, made by :func:`bootstrap_one_sigma`, with confidence intervals.
-
-    `within` is the fraction of points with |z| ≤ σ, `expected_within()` if calibrated.
-    `factor` is that of σ which makes the fraction right: above one if σ is too small. Unlike the
-    root mean square of z/σ it is robust against a few large errors. The intervals are None if there
-    is only one group.
-    """
-
-    within: float
-    within_interval: tuple[float, float] | None
-    factor: float
-    factor_interval: tuple[float, float] | None
-
-
-def bootstrap_one_sigma(
-    residuals: ArrayLike,
-    std: ArrayLike,
-    *,
-    groups: ArrayLike | None = None,
-    n_bootstrap: int = 200,
-    level: float = 0.95,
-    rng: np.random.Generator | None = None,
-    dof: float | None = None,
-) -> OneSigma:
-    """Return the coverage of ±σ, and the factor of σ that makes it right, with intervals.
-
-    Parameters
-    ----------
-    residuals, std : (n,) or (n, n_targets) arrays
-        z = y − ȳ and σ > 0.
-    groups, n_bootstrap, level, rng
-        As in :func:`bootstrap_scores`.
     dof : float, optional
-        As in :func:`expected_within`.
+        As in :func:`covering_levels`, for the expected coverage of ±σ.
     """
-    expected = expected_within(dof)
-    z = check_points("residuals", residuals)
-    with np.errstate(over="ignore"):
-        t = (np.abs(z) / check_std(std, z.shape)).ravel()
-
-    def count(t: Float64Array) -> tuple[float, float]:
-        # The smallest factor that covers at least the expected fraction.
-        k = max(int(np.ceil(expected * t.size - 1e-9)), 1) - 1
-        return float(np.mean(t <= 1.0)), float(np.partition(t, k)[k])
-
-    within, factor = count(t)
-    _, draws = _resamples(groups, z, n_bootstrap, level, rng)
-    resampled = [count(t[rows]) for rows in draws]
-    if not resampled:
-        return OneSigma(within, None, factor, None)
-    tail = 0.5 * (1.0 - level)
-    (a, b), (c, d) = np.quantile(resampled, [tail, 1.0 - tail], axis=0).T.tolist()
-    return OneSigma(within, (a, b), factor, (c, d))
-
-
-def _resamples(
-    groups: ArrayLike | None,
-    reference: Float64Array,
-    n_bootstrap: int,
-    level: float,
-    rng: np.random.Generator | None,
-) -> tuple[int, Iterator[IntArray]]:
-    """Return the number of groups, and the rows of each resample; none if there is one group."""
     check_integer("n_bootstrap", n_bootstrap, 20)
     if not 0.0 < level < 1.0:
         raise InputError(
             f"`level` is {level!r}; use a probability between 0 and 1.", parameter="level"
         )
-    labels = np.arange(len(reference)) if groups is None else np.asarray(groups)
-    if labels.shape not in (reference.shape, reference.shape[:1]):
-        raise InputError(
-            f"`groups` has the shape {labels.shape} instead of {reference.shape}, a label per "
-            "point.",
-            parameter="groups",
-        )
-    if labels.shape != reference.shape:
-        labels = np.repeat(labels, reference[0].size)
-    codes = np.unique(labels.ravel(), return_inverse=True)[1].ravel()
+    p = prediction
+    terms = _terms(y, p.mean, p.std, p.members, p.factor_95)
+    scores = _scores(terms)
+    # Minus infinity has no quantiles.
+    terms["log_likelihood"] = np.maximum(terms["log_likelihood"], -1e300)
+    n_bins = default_bins(scores.n_points)
+    expected = float(covering_levels([1.0], [1.0], dof)[0])
+    with np.errstate(over="ignore"):
+        ratios = np.abs(terms["residuals"]) / terms["std"]
+
+    def one_sigma(t: Float64Array) -> tuple[float, float]:
+        # The smallest factor that covers at least the expected fraction.
+        k = max(int(np.ceil(expected * t.size - 1e-9)), 1) - 1
+        return float(np.mean(t <= 1.0)), float(np.partition(t, k)[k])
+
+    within, factor = one_sigma(ratios)
+    codes = _point_groups(groups, np.shape(y))
     n_groups = int(codes.max()) + 1
     if n_groups < 2:
-        return n_groups, iter(())
+        coverage = OneSigma(expected, within, None, factor, None)
+        return ScoreIntervals(scores, {}, coverage, dof, level, n_bootstrap, n_groups)
     draw = np.random.default_rng(0) if rng is None else rng
-    counts = (
-        np.bincount(draw.integers(n_groups, size=n_groups), minlength=n_groups)[codes]
-        for _ in range(n_bootstrap)
-    )
-    return n_groups, (np.repeat(np.arange(codes.size), c) for c in counts)
+    resampled, one_sigmas = [], []
+    for _ in range(n_bootstrap):
+        counts = np.bincount(draw.integers(n_groups, size=n_groups), minlength=n_groups)
+        rows = np.repeat(np.arange(codes.size), counts[codes])
+        drawn = {name: values[rows] for name, values in terms.items()}
+        resampled.append(_scores(drawn, min(n_bins, rows.size)))
+        one_sigmas.append(one_sigma(ratios[rows]))
+    tails = [0.5 * (1.0 - level), 0.5 * (1.0 + level)]
+    intervals = {}
+    for name, value in scores.as_dict().items():
+        if name == "n_points" or value is None:
+            continue
+        low, high = np.quantile([getattr(each, name) for each in resampled], tails).tolist()
+        if name in ("miscalibration_area", "rms_calibration_error", "ence"):
+            low, high = max(2.0 * value - high, 0.0), max(2.0 * value - low, 0.0)
+        intervals[name] = (min(low, value), max(high, value))
+    (a, b), (c, d) = np.quantile(one_sigmas, tails, axis=0).T.tolist()
+    coverage = OneSigma(expected, within, (a, b), factor, (c, d))
+    return ScoreIntervals(scores, intervals, coverage, dof, level, n_bootstrap, n_groups)
+
+
+def _point_groups(groups: ArrayLike | None, shape: tuple[int, ...]) -> IntArray:
+    """Return the group of each point, 0 … G−1, of reference values of this shape, flattened."""
+    labels = np.arange(shape[0]) if groups is None else np.asarray(groups)
+    if labels.shape not in (shape, shape[:1]):
+        raise InputError(
+            f"`groups` has the shape {labels.shape} instead of {shape}, a label per point.",
+            parameter="groups",
+        )
+    if labels.shape != shape:
+        labels = np.repeat(labels, int(np.prod(shape[1:])))
+    return np.unique(labels.ravel(), return_inverse=True)[1].ravel()

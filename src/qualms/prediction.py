@@ -20,7 +20,6 @@ apply a calibration to the result.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -39,9 +38,9 @@ from qualms.calibration.members import (
     combined_members,
     source_members,
 )
-from qualms.calibration.methods import STD_METHODS, Calibration, class_of, fit_calibration
+from qualms.calibration.methods import Calibration, check_ensemble_method, fit_calibration
 from qualms.calibration.points import CalibrationData, calibration_data
-from qualms.errors import InputError, QualmsError, QualmsWarning, unknown_choice
+from qualms.errors import InputError, QualmsError, unknown_choice, warn
 from qualms.gp.ensemble import ensemble_mean_std, group_codes, rescaled
 from qualms.notebooks import html_table
 
@@ -256,17 +255,13 @@ class Prediction(NDArrayOperatorsMixin):
             vectors, factors of elements.
         """
         raw, dof = self.uncalibrated, None
-        if (
-            raw.members is None
-            and isinstance(calibration, Calibration)
-            and not (calibration.needs_members)
-        ):
+        if isinstance(calibration, PerOutputCalibration):
+            members = calibration.members(_members_of(raw, "calibrated"), **options)
+        elif raw.members is None and not calibration.needs_members:
             std = calibration.std(raw.std, 2)
             return Prediction(mean=raw.mean, std=std, uncalibrated=raw, conformal=conformal)
-        members = _members_of(raw, "calibrated")
-        if isinstance(calibration, PerOutputCalibration):
-            members = calibration.members(members, **options)
         else:
+            members = _members_of(raw, "calibrated")
             dof = calibration.predictive_dof(members.shape[-1])
             members = calibrated_members(calibration, members, **options)
         return Prediction(members, uncalibrated=raw, conformal=conformal, dof=dof)
@@ -346,9 +341,8 @@ class Prediction(NDArrayOperatorsMixin):
         if ufunc is np.matmul:
             return _linear_combination(*inputs)
         predictions = [x for x in inputs if isinstance(x, Prediction)]
-        if self._members is None and len(predictions) == 1 and ufunc in _AFFINE:
-            return _affine(ufunc, *inputs)
-
+        inverted = ufunc is np.divide and inputs[1] is self
+        is_affine = len(predictions) == 1 and ufunc in _AFFINE and not inverted
         name = ufunc.__name__
 
         def of_members(*members: Float64Array) -> Float64Array:
@@ -364,9 +358,12 @@ class Prediction(NDArrayOperatorsMixin):
                 raise TypeError(f"{name} of a Prediction is not a number: use .mean or .members")
             return values
 
-        result = _combined(name, of_members, *predictions)
-        inverted = ufunc is np.divide and inputs[1] is self
-        if len(predictions) == 1 and ufunc in _AFFINE and not inverted:
+        if self._members is None and is_affine:
+            scaled = ufunc in (np.multiply, np.divide)
+            result = _lifted(lambda p: _affine(of_members, p, scaled=scaled), self)
+        else:
+            result = _combined(name, of_members, *predictions)
+        if is_affine:
             result.conformal, result.dof = self.conformal, self.dof
         return result
 
@@ -514,31 +511,28 @@ def _rearranged(f: Callable[..., Float64Array], *predictions: Prediction) -> Pre
     return result
 
 
-#: Functions of a prediction without members and a constant.
+#: Functions of a prediction and a constant that are affine, but for the division of the latter.
 _AFFINE = (np.add, np.subtract, np.multiply, np.divide, np.negative, np.positive)
 
 
-def _affine(ufunc: np.ufunc, *inputs: Any) -> Prediction:
-    """Return a + p, a − p, a p or p/a of a prediction without members: std is scaled by |a|."""
-    prediction = next(x for x in inputs if isinstance(x, Prediction))
-    if ufunc is np.divide and inputs[1] is prediction:
-        _members_of(prediction, "divide")  # a/p is not linear
+def _affine(
+    f: Callable[[Float64Array], Float64Array], prediction: Prediction, *, scaled: bool
+) -> Prediction:
+    """Return an affine function of a prediction without members.
 
-    def of(p: Prediction) -> Prediction:
-        def with_values(values: Float64Array) -> Float64Array:
-            return np.asarray(
-                ufunc(*(values if x is prediction else np.asarray(x) for x in inputs))
-            )
-
-        try:
-            mean = with_values(p.mean)
-            scaled = ufunc in (np.multiply, np.divide)
-            std = np.abs(with_values(p.std)) if scaled else np.broadcast_to(p.std, mean.shape)
-        except ValueError:
-            raise _shape_error(ufunc.__name__, inputs) from None
-        return Prediction(mean=mean, std=std, conformal=p.conformal, dof=p.dof)
-
-    return _lifted(of, prediction)
+    Parameters
+    ----------
+    f : callable
+        Takes values (…, 1) in the place of members.
+    prediction : Prediction
+    scaled : bool
+        Whether f multiplies by a constant, and with it the standard deviation.
+    """
+    mean = f(prediction.mean[..., None])[..., 0]
+    std = prediction.std
+    if scaled:
+        std = np.abs(f(std[..., None])[..., 0])
+    return Prediction(mean=mean, std=np.broadcast_to(std, mean.shape))
 
 
 def _linear_combination(a: Any, b: Any) -> Prediction:
@@ -547,17 +541,15 @@ def _linear_combination(a: Any, b: Any) -> Prediction:
         raise TypeError("the product of two predictions is not linear: use map")
 
     def of_members(members: Float64Array) -> Float64Array:
-        if isinstance(b, Prediction):
-            return np.asarray(np.tensordot(a, members, axes=(-1, 0)))
-        # The product leaves the members in front of the columns of b: they belong last.
-        return np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1)
+        try:
+            if isinstance(b, Prediction):
+                return np.asarray(np.tensordot(a, members, axes=(-1, 0)))
+            # The product leaves the members in front of the columns of b: they belong last.
+            return np.moveaxis(np.tensordot(members, b, axes=(-2, 0)), len(a.shape) - 1, -1)
+        except (ValueError, IndexError):
+            raise _shape_error("matmul", (a, b)) from None
 
-    prediction = b if isinstance(b, Prediction) else a
-    _members_of(prediction, "matmul")
-    try:
-        return _combined("matmul", of_members, prediction)
-    except (ValueError, IndexError):
-        raise _shape_error("matmul", (a, b)) from None
+    return _combined("matmul", of_members, b if isinstance(b, Prediction) else a)
 
 
 def _shape_error(operation: str, operands: Sequence[Any]) -> InputError:
@@ -628,6 +620,7 @@ def calibrate(
         raise InputError(
             f"`y` has shape {targets.shape}; it must be (n,) or (n, T).", parameter="y"
         )
+    check_ensemble_method(method, has_members=members is not None)
     n, n_outputs = len(targets), targets.size // len(targets)
     # One column for each calibration: of n points, or of all components of n vectors.
     shape = (n * n_outputs, 1) if pool or (pool is None and n_outputs == 3) else (n, n_outputs)
@@ -638,12 +631,6 @@ def calibrate(
         labels = np.repeat(codes, repeats)
     data: list[CalibrationData] = []
     if mean is not None and std is not None:
-        if method != "auto" and class_of(method).needs_members:
-            raise InputError(
-                f"The method {method!r} needs members. Without them, use `method='auto'`, or one "
-                f"of {', '.join(STD_METHODS)}.",
-                parameter="method",
-            )
         z = targets - check_points("mean", mean, targets.shape)
         stds = check_std(std, targets.shape).reshape(shape)
         for pair in zip(z.reshape(shape).T, stds.T, strict=True):
@@ -669,8 +656,7 @@ def calibrate(
             data.append(calibration_data(column, predicted[:, k], absences, groups=labels))
     few = min(d.n_independent for d in data)
     if few < 10:
-        message = f"Only {few:.0f} independent points: the calibration is poorly determined."
-        warnings.warn(message, QualmsWarning, stacklevel=2)
+        warn(f"Only {few:.0f} independent points: the calibration is poorly determined.")
     fit = fit_calibration if absent is None else fit_out_of_bag
     fits = [choose_calibration(d) if method == "auto" else fit(d, method) for d in data]
     is_single = targets.ndim == 1 or shape[1] < n_outputs

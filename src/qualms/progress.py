@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 
-class Display(Protocol):
+class ProgressDisplay(Protocol):
     """Shows the progress of one stage after the other."""
 
     def begin(self, stage: str, total: int | None) -> None:
@@ -35,7 +35,7 @@ class Display(Protocol):
 class Stages:
     """Times the stages of a piece of work, in `seconds`, and passes counts on to a display."""
 
-    def __init__(self, display: Display | None = None) -> None:
+    def __init__(self, display: ProgressDisplay | None = None) -> None:
         self.display = display
         self.seconds: dict[str, float] = {}
 
@@ -55,7 +55,7 @@ class Stages:
 
 
 class Bars:
-    """A progress bar for the stage that runs, below those that it is a part of; a `Display`.
+    """A `ProgressDisplay`: a bar for the stage that runs, below those that it is a part of.
 
     Bars disappear with the end of their stages.
     """

@@ -18,7 +18,6 @@ the correlation time are independent, whatever the estimator.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,8 +27,8 @@ import scipy.constants
 from numpy.typing import ArrayLike
 from scipy.fft import irfft, next_fast_len, rfft
 
-from qualms.arrays import Float64Array, IntArray, check_number, check_points
-from qualms.errors import InputError, QualmsWarning, counted, unknown_choice
+from qualms.arrays import Float64Array, check_number, check_points
+from qualms.errors import InputError, counted, unknown_choice, warn
 from qualms.prediction import Prediction, decimals
 
 __all__ = ["ThermalAverage", "reweight"]
@@ -110,9 +109,8 @@ def reweight_direct(observable: Float64Array, h: Float64Array, length: int) -> R
         Frames in a block; those of the last, incomplete block join the one before.
     """
     w = _weights(h)
-    numerator = _block_products(observable, w, length)
-    denominator = _block_sums(w[:, None, :], length)
-    return _replicates(np.divide, numerator, denominator)
+    sums = _block_sums(observable, w, length), _block_sums(np.ones((len(w), 1)), w, length)
+    return _replicates(np.divide, *sums)
 
 
 def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
@@ -123,19 +121,18 @@ def reweight_cumulant(observable: Float64Array, h: Float64Array, length: int) ->
     observable, h, length
         As in `reweight_direct`.
     """
-    count = _block_sums(np.ones((len(h), 1, 1)), length)  # (B, 1, 1)
     # Shifted by a constant, products of large numbers do not cancel; the covariance is the same.
-    centred, shifted = h - h.mean(axis=0), observable - observable.mean(axis=0)
-    offset = _as_members(observable).mean(axis=0)
-    a_sums = _block_sums(_as_members(shifted), length)  # (B, T, 1 or N)
-    h_sums = _block_sums(centred[:, None, :], length)
+    offset = observable.mean(axis=0)
+    shifted, centred, ones = observable - offset, h - h.mean(axis=0), np.ones((len(h), 1))
+    pairs = (ones, ones), (shifted, ones), (ones, centred), (shifted, centred)
 
     def estimate(
         n: Float64Array, a: Float64Array, h: Float64Array, ah: Float64Array
     ) -> Float64Array:
-        return np.asarray(offset + a / n - (ah / n - (a / n) * (h / n)))
+        average = offset.reshape(a.shape[-2], -1) + a / n
+        return np.asarray(average - (ah / n - (a / n) * (h / n)))
 
-    return _replicates(estimate, count, a_sums, h_sums, _block_products(shifted, centred, length))
+    return _replicates(estimate, *(_block_sums(a, f, length) for a, f in pairs))
 
 
 def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Replicates:
@@ -148,8 +145,9 @@ def neglected_term(observable: Float64Array, h: Float64Array, length: int) -> Re
     """
     deviations = h - h.mean(axis=0)
     a = observable - observable.mean(axis=0)
-    sums = 0.5 * _block_products(a, deviations**2, length)
-    return _replicates(np.divide, sums, _block_sums(np.ones((len(h), 1, 1)), length))
+    ones = np.ones((len(h), 1))
+    sums = 0.5 * _block_sums(a, deviations**2, length)
+    return _replicates(np.divide, sums, _block_sums(ones, ones, length))
 
 
 def effective_sample_size(h: Float64Array) -> Float64Array:
@@ -178,21 +176,19 @@ def _without(sums: Float64Array) -> Float64Array:
     return before + after
 
 
-def _as_members(observable: Float64Array) -> Float64Array:
-    return observable if observable.ndim == 3 else observable[:, :, None]
+def _block_sums(observable: Float64Array, factors: Float64Array, length: int) -> Float64Array:
+    """Return Σ a f over the frames of each of B blocks: (B, T, N).
 
-
-def _starts(n: int, length: int) -> IntArray:
-    return np.asarray(length * np.arange(max(n // length, 1)))
-
-
-def _block_sums(values: Float64Array, length: int) -> Float64Array:
-    return np.asarray(np.add.reduceat(values, _starts(len(values), length), axis=0))
-
-
-def _block_products(observable: Float64Array, factors: Float64Array, length: int) -> Float64Array:
-    """Return Σ a f over the frames of each block, for T observables and N members: (B, T, N)."""
-    ends = [*_starts(len(factors), length).tolist(), len(factors)]
+    Parameters
+    ----------
+    observable : (n, T) or (n, T, N) array
+    factors : (n, N) array
+        Or (n, 1).
+    length : int
+        Frames in a block; those of the last, incomplete block join the one before.
+    """
+    n = len(factors)
+    ends = [*range(0, max(n // length, 1) * length, length), n]
     script = "tki,ti->ki" if observable.ndim == 3 else "tk,ti->ki"
     return np.stack(
         [np.einsum(script, observable[a:b], factors[a:b], optimize=True) for a, b in pairwise(ends)]
@@ -340,7 +336,7 @@ def reweight(
     if estimator == "cea":
         problems += _inaccurate(averages, values, neglected_term(values, h, length))
     for problem in problems:
-        warnings.warn(problem, QualmsWarning, stacklevel=2)
+        warn(problem)
     return ThermalAverage(
         prediction=Prediction(averages.members.reshape(*shape, -1)),
         std_model=std_model.reshape(shape),

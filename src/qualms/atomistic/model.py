@@ -45,7 +45,7 @@ from qualms.execution import as_workers
 from qualms.io.files import check_output
 from qualms.metrics import Scores, score
 from qualms.notebooks import html_table
-from qualms.progress import Bars, Display, Stages
+from qualms.progress import Bars, ProgressDisplay, Stages
 from qualms.resources import default_threads, format_time, limited
 
 #: Structures, or the path of a file that has them.
@@ -93,7 +93,7 @@ class AtomisticModel:
         y: object = None,
         *,
         groups: Sequence[object] | str | None = None,
-        progress: bool | Display = False,
+        progress: bool | ProgressDisplay = False,
         skip_failed: bool = False,
         executor: Executor | Any | None = None,
     ) -> AtomisticModel:
@@ -108,7 +108,7 @@ class AtomisticModel:
         groups : sequence or str, optional
             Labels of structures that belong together, such as snapshots of one trajectory: they are
             in or out of a subsample together. A string is the key of labels in ``atoms.info``.
-        progress : bool or Display
+        progress : bool or ProgressDisplay
             Whether to show the progress on standard error, or what shows it.
         skip_failed : bool
             Whether structures for which the reference potential of the baseline fails are left out

@@ -49,7 +49,7 @@ _Factor = Annotated[float, Field(ge=1e-30, le=1e30)]
 _LEAST = 1e-12
 
 
-class CalibrationDocument(Document):
+class ModelCalibrationDocument(Document):
     """Method, parameters and factors of the calibration of a quantity."""
 
     method: str
@@ -77,7 +77,7 @@ class ModelDocument(Document):
     pp_intercept: _Number
     pp_noise: _Positive | None
     pp_target_variance: _Positive | None
-    calibrations: dict[str, CalibrationDocument]
+    calibrations: dict[str, ModelCalibrationDocument]
     points: dict[str, PointsDocument]
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
@@ -106,7 +106,7 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         pp_noise=fitted.pp_variance.noise_variance if fitted.pp_variance else None,
         pp_target_variance=fitted.pp_variance.variance if fitted.pp_variance else None,
         calibrations={
-            quantity: CalibrationDocument(
+            quantity: ModelCalibrationDocument(
                 method=of.calibration.method,
                 parameters=of.calibration.parameters(),
                 isotropy=of.isotropy,
@@ -272,7 +272,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
 
 
 def _calibration(
-    document: ModelDocument, of: CalibrationDocument, conformal: Any
+    document: ModelDocument, of: ModelCalibrationDocument, conformal: Any
 ) -> QuantityCalibration:
     calibration = build_calibration(of.method, of.parameters)
     typical = np.array([document.largest_ensemble_std or 1.0])

@@ -588,7 +588,7 @@ def _size_limit(problem: TrainingProblem, r: int) -> str:
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class TrainedEnsemble:
     """The full model, and the members that are trained on subsamples."""
 
     model: SparseModel
@@ -600,7 +600,7 @@ class Ensemble:
 
 def fit_ensemble(
     model: SparseModel, problem: TrainingProblem, baseline: Baseline, stages: Stages
-) -> Ensemble:
+) -> TrainedEnsemble:
     """Solve all members, and predict the rows that are kept by each.
 
     Parameters
@@ -624,7 +624,7 @@ def fit_ensemble(
         of_target = baseline.predict_members(sample.design(problem.data.species))
         predicted[: len(sample.y)] += intercepts + of_target
     members = {name: predicted[q.rows] for name, q in sample.quantities.items()}
-    return Ensemble(replace(model, full=full), baseline, weights, intercepts, members)
+    return TrainedEnsemble(replace(model, full=full), baseline, weights, intercepts, members)
 
 
 # --- out-of-bag points and calibrations ---
@@ -947,13 +947,16 @@ def check_labels(
 
 
 def calibrate(
-    ensemble: Ensemble, problem: TrainingProblem, representation: Representation, stages: Stages
+    ensemble: TrainedEnsemble,
+    problem: TrainingProblem,
+    representation: Representation,
+    stages: Stages,
 ) -> Fitted:
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag.
 
     Parameters
     ----------
-    ensemble : Ensemble
+    ensemble : TrainedEnsemble
     problem : TrainingProblem
     representation : Representation
     stages : Stages

@@ -895,6 +895,30 @@ def class_of(method: str) -> type[Calibration]:
     return MODEL_METHODS[method]
 
 
+def check_ensemble_method(method: str, *, has_members: bool) -> None:
+    """Reject names other than "auto" and those of methods for ensembles, with or without members.
+
+    Parameters
+    ----------
+    method : str
+    has_members : bool
+        Whether there are members, and not only their standard deviations.
+    """
+    usable = tuple(METHODS) if has_members else STD_METHODS
+    if method in ("auto", *usable):
+        return
+    if method not in MODEL_METHODS:
+        raise unknown_choice("method", method, ("auto", *usable))
+    lacking = "members, and there are standard deviations only"
+    if method not in METHODS:
+        lacking = "the variances of a sparse Gaussian process, which no ensemble of others has"
+    raise InputError(
+        f"The method {method!r} needs {lacking}. Use `method='auto'`, or one of "
+        f"{', '.join(usable)}.",
+        parameter="method",
+    )
+
+
 #: Ranges of parameters; others are between 0 and 10¹⁰⁰. Logarithms are those of standard
 #: deviations.
 _RANGES = {

@@ -67,7 +67,7 @@ def calibrate(
     from qualms.evaluation import energy_factor
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.progress import Stages
-    from qualms.report.assessment import assess, with_uncertainty
+    from qualms.report.assessment import assess
     from qualms.report.report import check_report, write_report
     from qualms.report.tables import (
         comparison_records,
@@ -121,7 +121,7 @@ def calibrate(
     with written_together():
         write_calibration(document, output, force=force)
         if report is None:
-            assessment = assess(with_uncertainty(evaluation)[0], seed=seed)
+            assessment = assess(evaluation, seed=seed)
         else:
             made = write_report(
                 report,

@@ -60,7 +60,7 @@ def report(
         assessment, target = section.assessment, section.evaluation.target
         scores, units = assessment.scores, section.evaluation.units
         parts += [f"{target}: {assessment.sentence}", *assessment.details]
-        parts.append(interval_table(scores, units=units, title=target, dof=assessment.dof))
+        parts.append(interval_table(scores, units=units, title=target))
         documents[name] = {
             "units": units,
             "n_points": len(section.evaluation),

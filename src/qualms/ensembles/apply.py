@@ -16,9 +16,9 @@ from qualms.ensembles.calibration_file import CalibrationDocument
 from qualms.ensembles.io import (
     COMPONENTS,
     TABLES,
+    DataTable,
     Ensemble,
     Source,
-    Table,
     predicted_keys,
     read_ensemble,
     read_source,
@@ -78,7 +78,7 @@ def apply_calibration(
     sources = [read_source(path) for path in paths]
     source = sources[0]
     suffix = Path(output).suffix.lower()
-    expected_suffix = source.suffix if isinstance(source, Table) else ""
+    expected_suffix = source.suffix if isinstance(source, DataTable) else ""
     if (suffix if suffix in TABLES else "") != expected_suffix:
         raise InputError(
             f"The output has the format of the predictions, {expected_suffix or '.xyz'}; the name "
@@ -104,7 +104,7 @@ def apply_calibration(
     without: tuple[str, ...] = ()
     if ensemble.members is not None and not write_members:
         without = ensemble.columns.get(ensemble.key, ())
-    if isinstance(source, Table):
+    if isinstance(source, DataTable):
         changes = _columns(source, ensemble, entries, aside)
         source.write(output, changes, without=without, force=force)
     else:
@@ -161,7 +161,7 @@ def _references(source: Source, ensemble: Ensemble) -> set[str]:
     name, members = ensemble.target, ensemble.members
     if members is None:
         return set()  # the value under that name is the prediction
-    if isinstance(source, Table):
+    if isinstance(source, DataTable):
         keys = {*source.columns}
     else:
         keys = {key for atoms in source for part in with_results(atoms) for key in part}
@@ -170,7 +170,7 @@ def _references(source: Source, ensemble: Ensemble) -> set[str]:
         means = (ensemble.mean, members.mean(axis=1))
         is_reference = not any(_is_mean(ensemble.stored_mean, m, ensemble.std) for m in means)
     aside = {name} if is_reference else set()
-    is_result = name in all_properties and not isinstance(source, Table)
+    is_result = name in all_properties and not isinstance(source, DataTable)
     if is_result and (is_reference or name not in keys):
         others = keys.intersection(all_properties) - {name}
         aside |= {key for key in others if is_reference or keys.isdisjoint(predicted_keys(key))}
@@ -203,13 +203,16 @@ def _entries(ensemble: Ensemble, std: Float64Array, members: bool) -> dict[str, 
 
 
 def _columns(
-    table: Table, ensemble: Ensemble, entries: Mapping[str, Float64Array], aside: Collection[str]
+    table: DataTable,
+    ensemble: Ensemble,
+    entries: Mapping[str, Float64Array],
+    aside: Collection[str],
 ) -> dict[str, Any]:
     """Return calibrated values by the columns that held the old ones, or by new columns.
 
     Parameters
     ----------
-    table : Table
+    table : DataTable
     ensemble : Ensemble
         Read from the table.
     entries : mapping of str to (n, …) arrays

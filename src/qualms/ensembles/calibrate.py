@@ -26,6 +26,7 @@ from qualms.calibration.methods import (
     N_PARAMETERS,
     STD_METHODS,
     Calibration,
+    check_ensemble_method,
     fit_calibration,
 )
 from qualms.calibration.points import CalibrationData
@@ -41,7 +42,7 @@ from qualms.evaluation import (
     per_atom_units,
 )
 from qualms.gp.ensemble import group_codes
-from qualms.metrics import Scores, score_arrays, spearman
+from qualms.metrics import Scores, score, spearman
 from qualms.prediction import Prediction
 
 Frames: TypeAlias = Sequence[Atoms]
@@ -102,15 +103,8 @@ def calibrate_ensemble(
     on_method : callable, optional
         Called with the number of methods that have been compared.
     """
+    check_ensemble_method(method, has_members=ensemble.members is not None)
     methods = STD_METHODS if ensemble.members is None else tuple(METHODS)
-    if method not in ("auto", *methods):
-        if method in METHODS:
-            raise InputError(
-                f"The method {method!r} needs members, and there are standard deviations only. Use "
-                f"one of {', '.join(methods)}.",
-                parameter="method",
-            )
-        raise unknown_choice("method", method, ("auto", *methods))
     points, left_out = usable_points(ensemble)
     if np.array_equal(points.y, points.mean):
         raise CalibrationError("The reference values equal the predictions: all errors are zero.")
@@ -154,8 +148,8 @@ def calibrate_ensemble(
         intervals=intervals,
         comparison=comparison,
         std=std,
-        before=score_arrays(points.y, points.mean, points.std),
-        after=score_arrays(points.y, points.mean, std),
+        before=score(points.y, mean=points.mean, std=points.std),
+        after=score(points.y, mean=points.mean, std=std),
         reason=_reason(comparison, candidate, asked=method != "auto"),
         remarks=(*ensemble.remarks, *left_out, *_check_data(points, frames), *checks),
     )

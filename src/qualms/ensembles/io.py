@@ -229,7 +229,7 @@ def read_ensemble(
     others = [key for key in (reference, absent, by) if key]
     find = partial(_find, target=target, members=members, mean=mean, std=std, others=others)
     files = [
-        _table_rows(file, find) if isinstance(file, Table) else _frame_rows(file, find, target)
+        _table_rows(file, find) if isinstance(file, DataTable) else _frame_rows(file, find, target)
         for file in sources
     ]
     rows = files[0] if len(files) == 1 else _merged(files, target, reference)
@@ -506,12 +506,16 @@ def _find(
 
 def _joined(parts: Sequence[Any], names: Sequence[str]) -> Any:
     """Return an array, or several of one shape on a new second axis."""
-    shapes = {part.shape for part in parts}
+    _check_one_shape({part.shape for part in parts}, names)
+    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+
+
+def _check_one_shape(shapes: Collection[tuple[int, ...]], names: Sequence[str]) -> None:
+    """Reject values under these keys that have several shapes."""
     if len(shapes) > 1:
         listed = " and ".join(map(str, sorted(shapes)))
-        message = f"{', '.join(names)} must have one shape; they have {listed}."
+        message = f"All values of {', '.join(names)} must have one shape; there are {listed}."
         raise InputError(message, parameter=names[0])
-    return parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
 
 
 def _merged(files: Sequence[_Rows], target: str, reference: str) -> _Rows:
@@ -546,7 +550,7 @@ def _merged(files: Sequence[_Rows], target: str, reference: str) -> _Rows:
 
 def _check_same_structures(sources: Sequence[Source]) -> None:
     """Reject files of different structures, or in another order."""
-    first, *others = [source for source in sources if not isinstance(source, Table)] or [[]]
+    first, *others = [source for source in sources if not isinstance(source, DataTable)] or [[]]
     for frames in others:
         for i, (a, b) in enumerate(zip(first, frames, strict=False)):
             same = np.array_equal(a.numbers, b.numbers)
@@ -625,11 +629,7 @@ def _frame_column(
         else:
             parts.append(np.repeat(np.asarray(info[key])[None], n, 0) if key in info else None)
     present = [part for part in parts if part is not None]
-    shapes = {part.shape[1:] for part in present}
-    if len(shapes) > 1:
-        listed = " and ".join(map(str, sorted(shapes)))
-        message = f"{key} must have one shape in all structures; it has {listed}."
-        raise InputError(message, parameter=key)
+    _check_one_shape({part.shape[1:] for part in present}, [key])
     missing: Any = "" if any(part.dtype.kind in "US" for part in present) else np.nan
     return np.concatenate(
         [
@@ -643,7 +643,7 @@ def _frame_column(
 
 
 @dataclass(frozen=True)
-class Table:
+class DataTable:
     """A table: CSV, Parquet, or arrays (NPZ, NPY, JSON), which are written as NPZ.
 
     `content` has columns as they are written again: text (CSV), those of pyarrow, or arrays.
@@ -688,7 +688,7 @@ class Table:
 
 
 #: Contents of a file: structures, or the columns of a table.
-Source = list[Atoms] | Table
+Source = list[Atoms] | DataTable
 
 TABLES = (".csv", ".tsv", ".npz", ".npy", ".json", ".parquet")
 
@@ -712,7 +712,7 @@ def read_source(path: str | Path) -> Source:
             table = _read_parquet(file)
         else:
             arrays = _read_json(file) if suffix == ".json" else _read_arrays(file)
-            table = Table(".npz", arrays, {name: a for name, a in arrays.items() if a.ndim})
+            table = DataTable(".npz", arrays, {name: a for name, a in arrays.items() if a.ndim})
     except ImportError:
         message = f"Reading {str(file)!r} needs pyarrow: pip install 'qualms[tables]'."
         raise InputError(message, parameter="path") from None
@@ -754,7 +754,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return arrays
 
 
-def _read_text(file: Path, suffix: str) -> Table:
+def _read_text(file: Path, suffix: str) -> DataTable:
     text = file.read_bytes().decode("utf-8-sig")
     separator = max(",;\t", key=text.partition("\n")[0].count)
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
@@ -765,10 +765,10 @@ def _read_text(file: Path, suffix: str) -> Table:
         raise ValueError("columns have the same name")
     content = dict(zip(header, map(list, zip(*rows, strict=True)), strict=False))
     columns = {name: _parsed(cells, separator) for name, cells in content.items()}
-    return Table(suffix, content, columns, separator)
+    return DataTable(suffix, content, columns, separator)
 
 
-def _read_parquet(file: Path) -> Table:
+def _read_parquet(file: Path) -> DataTable:
     from pyarrow import parquet, types
 
     table, columns = parquet.read_table(file), {}
@@ -780,7 +780,7 @@ def _read_parquet(file: Path) -> Table:
         else:  # null is NaN
             numbers = column.cast("float64", safe=False) if column.null_count else column
             columns[name] = numbers.to_numpy()
-    return Table(".parquet", content, columns)
+    return DataTable(".parquet", content, columns)
 
 
 def _parsed(cells: list[str], separator: str) -> Any:
@@ -796,7 +796,7 @@ def _parsed(cells: list[str], separator: str) -> Any:
     return np.array(cells, dtype=str)
 
 
-def _table_rows(table: Table, find: _Find) -> _Rows:
+def _table_rows(table: DataTable, find: _Find) -> _Rows:
     """Join columns that belong together, and find the structure and the atom of each row."""
     columns = find(table.columns)
     arrays = {

@@ -17,10 +17,8 @@ from qualms.metrics import (
     OneSigma,
     ScoreIntervals,
     binned_errors,
-    bootstrap_one_sigma,
     bootstrap_scores,
     conditional_area,
-    expected_within,
 )
 
 Grade = Literal["calibrated", "approximate", "wrong"]
@@ -47,7 +45,6 @@ class Assessment:
     sentence: str
     details: tuple[str, ...]
     scores: Mapping[str, ScoreIntervals]
-    dof: float | None = None  #: of Student's t that the uncertainties are compared with
 
     def document(self) -> dict[str, Any]:
         """Return the assessment, without the scores, for JSON."""
@@ -99,47 +96,52 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
     compared = {"as predicted": prediction}
     if raw is not prediction:
         compared = {"before calibration": raw, "after calibration": prediction}
-    options: dict[str, Any] = {"groups": evaluation.structure, "n_bootstrap": n_bootstrap}
-    scores, within = {}, []
     dof = prediction.dof if prediction.dof is not None and 2 < prediction.dof < np.inf else None
-    expected = expected_within(dof)
-    for name, p in compared.items():
-        rng = np.random.default_rng(seed)
-        arrays = evaluation.y, p.mean, p.std, p.members, p.factor_95
-        scores[name] = bootstrap_scores(*arrays, rng=rng, **options)
-        within.append(bootstrap_one_sigma(evaluation.residuals, p.std, dof=dof, **options))
-    final, covered = scores[name], within[-1]
+    scores = {
+        name: bootstrap_scores(
+            evaluation.y,
+            p,
+            groups=evaluation.structure,
+            n_bootstrap=n_bootstrap,
+            rng=np.random.default_rng(seed),
+            dof=dof,
+        )
+        for name, p in compared.items()
+    }
+    final = [*scores.values()][-1]
+    coverage = final.one_sigma
     z, std = evaluation.residuals, prediction.std
     area = conditional_area(z, std, evaluation.structure, dof)
     places = evaluation.structure, evaluation.atom, evaluation.component
     warnings = [*evaluation.checked(), *describe_outliers(z, std, *places)]
-    grade, lead = _lead(area, covered, expected, bool(warnings), evaluation.n_structures)
+    grade, lead = _lead(area, coverage, bool(warnings), evaluation.n_structures)
     tails = "" if dof is None else f" of Student's t, ν = {dof:.3g}"
     where = f" in {area.n_bins} bins of σ" if area.n_bins > 1 else ""
     sentence = (
-        f"{lead}: {_percent(covered.within, covered.within_interval)} of the reference values lie "
-        "within one σ of the prediction "
-        f"({100 * expected:.1f} % expected{tails}); the miscalibration area{where} is "
+        f"{lead}: {_percent(coverage.within, coverage.within_interval)} of the reference values "
+        "lie within one σ of the prediction "
+        f"({100 * coverage.expected:.1f} % expected{tails}); the miscalibration area{where} is "
         f"{area.area:.3f} (by chance {area.by_chance:.3f}, at most {area.limit:.3f})."
     )
     before = "No calibration was applied."
     if raw is not prediction:
-        percent = _percent(within[0].within, within[0].within_interval)
+        raw_coverage = scores["before calibration"].one_sigma
+        percent = _percent(raw_coverage.within, raw_coverage.within_interval)
         before = f"Before calibration, {percent} were within one σ."
     details = (
         *warnings,
         before,
-        _tails(covered, final, expected),
+        _tails(final),
         _conformal(prediction.factor_95, final),
         _bins(binned_errors(z, std, area.n_bins)),
         _order(final),
         _gain(evaluation, final),
     )
-    return Assessment(grade, sentence, tuple(filter(None, details)), scores, dof)
+    return Assessment(grade, sentence, tuple(filter(None, details)), scores)
 
 
 def _lead(
-    area: ConditionalArea, coverage: OneSigma, expected: float, warned: bool, n_structures: int
+    area: ConditionalArea, coverage: OneSigma, warned: bool, n_structures: int
 ) -> tuple[Grade, str]:
     """Return the grade, and the beginning of the sentence."""
     if area.area > area.limit and area.excess - (area.limit - area.by_chance) > 0.1:
@@ -148,7 +150,7 @@ def _lead(
         few = counted(n_structures, "structure")
         return "approximate", f"{few} are too few to determine whether uncertainties are calibrated"
     low, high = coverage.within_interval or (0.0, 1.0)
-    covered = low <= expected <= high
+    covered = low <= coverage.expected <= high
     if covered and (area.excess <= 0.03 or area.area <= area.limit):
         if warned:
             lead = "The coverage is right, but the data may be wrong (see the warnings)"
@@ -205,10 +207,10 @@ def _percent(fraction: float, interval: tuple[float, float] | None) -> str:
     return f"{100 * fraction:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
-def _tails(coverage: OneSigma, scores: ScoreIntervals, expected: float) -> str:
+def _tails(scores: ScoreIntervals) -> str:
     interval, heavy = scores.intervals.get("coverage_95"), ""
-    low, high = (coverage.within_interval or (0, 1))[0], (interval or (0, 1))[1]
-    if low > expected and high < 0.95:
+    low, high = (scores.one_sigma.within_interval or (0, 1))[0], (interval or (0, 1))[1]
+    if low > scores.one_sigma.expected and high < 0.95:
         # More than expected within one σ and fewer within two: no factor corrects both.
         heavy = "; the errors have heavier tails than expected"
     percent = _percent(scores.scores.coverage_95, interval)

@@ -31,9 +31,7 @@ from qualms.metrics import (
     calibration_curve,
     conditional_error_density,
     gaussian_log_density,
-    mae,
     miscalibration_area,
-    rmse,
     root_mean_square,
     student_log_density,
 )
@@ -621,7 +619,7 @@ class ResidualDisplay(Display):
         ax.set_xlabel(axis_label(f"Predicted {self.target or 'value'}", units=self.units))
         ax.set_ylabel(axis_label("Reference − predicted", units=self.units))
         ax.legend(loc="upper right")
-        errors = {"RMSE": rmse(z), "MAE": mae(z)}
+        errors = {"RMSE": root_mean_square(z), "MAE": float(np.mean(np.abs(z)))}
         lines = [f"{name} {error:.3g} {self.units}".rstrip() for name, error in errors.items()]
         outside = [
             (values < low) | (values > high)

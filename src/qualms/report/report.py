@@ -81,8 +81,7 @@ class Section:
     @cached_property
     def scores(self) -> Table:
         """Scores with confidence intervals."""
-        assessment = self.assessment
-        return interval_table(assessment.scores, units=self.evaluation.units, dof=assessment.dof)
+        return interval_table(self.assessment.scores, units=self.evaluation.units)
 
     @cached_property
     def others(self) -> Table | None:
@@ -222,10 +221,9 @@ def write_report(
         usable[name], remark = with_uncertainty(evaluation)
         notes += remark
     main = next(iter(usable.values()))
-    viewer = load_viewer() if main.frames is not None else None
+    viewer, shown = None if main.frames is None else load_viewer(), None
     if main.frames is not None and viewer is None:
         notes.append(NOT_INSTALLED)
-    shown = None
     if viewer is not None:
         # The worst by either measure, in turn.
         first = np.stack(worst_points(main), axis=1).ravel().tolist()
@@ -250,7 +248,7 @@ def write_report(
         remarks=[note for note in notes if note not in details],
         tables=tables or {},
         map=shown,
-        viewer=viewer if shown is not None else None,
+        viewer=viewer,
     )
     with written_together():
         with atomic_output(page, force=force) as file:

@@ -88,8 +88,9 @@ class StructureMap:
 
 def load_viewer() -> Viewer | None:
     """Read the viewer from the package chemiscope; None if that is not installed."""
-    package = _chemiscope()
-    if package is None:
+    try:
+        package = _chemiscope()
+    except ImportError:
         return None
     root = Path(package.__file__).parent
     licences = [
@@ -120,13 +121,13 @@ def make_map(
     coordinates: Coordinates | None = None,
     max_structures: int = 1000,
     seed: int = 0,
-) -> StructureMap | None:
-    """Show predictions, uncertainties and errors of structures on a map.
+) -> StructureMap:
+    """Show predictions, uncertainties and errors of structures on a map; chemiscope is needed.
 
     Parameters
     ----------
     evaluation : Evaluation
-        With all σ > 0.
+        With structures, and all σ > 0.
     first : sequence of int
         Points whose structures are on the map in any case: the worst.
     title : str
@@ -136,16 +137,10 @@ def make_map(
         If there are more structures, a random sample is added to the first.
     seed : int
         Random seed for that sample.
-
-    Returns
-    -------
-    StructureMap or None
-        None if there are no structures, or chemiscope is not installed.
     """
     check_integer("max_structures", max_structures, 1)
+    assert evaluation.frames is not None
     package = _chemiscope()
-    if evaluation.frames is None or package is None:
-        return None
     every: IntArray = np.unique(evaluation.structure)
     shown = _chosen(every, evaluation.structure[np.asarray(first, np.intp)], max_structures, seed)
     frames = [evaluation.frames[i] for i in shown.tolist()]
@@ -160,7 +155,8 @@ def make_map(
     of_atoms = evaluation.atom is not None and points.size <= MAX_ENVIRONMENTS
     of_atoms = of_atoms and len({*places}) == points.size
     kind, single = "atom" if of_atoms else "structure", of_atoms or points.size == shown.size
-    properties = (_of_points if single else _of_structures)(evaluation.some(points), index)
+    on_map = evaluation.some(points)
+    properties = _of_points(on_map) if single else _of_structures(on_map, index)
     inside: Properties = {}
     if not of_atoms and atom_values is not None and sum(map(len, frames)) <= MAX_ENVIRONMENTS:
         inside = dict(atom_values(shown.tolist()))
@@ -229,13 +225,10 @@ def make_map(
 
 
 def _chemiscope() -> Any:
-    """Import chemiscope; None if that fails."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the notebook widgets that it imports
-            return importlib.import_module("chemiscope")
-    except ImportError:
-        return None
+    """Import chemiscope."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the notebook widgets that it imports
+        return importlib.import_module("chemiscope")
 
 
 def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
@@ -248,7 +241,7 @@ def _chosen(every: IntArray, first: IntArray, most: int, seed: int) -> IntArray:
     return np.sort(np.concatenate([worst, sample]))
 
 
-def _of_points(e: Evaluation, _: IntArray) -> Properties:
+def _of_points(e: Evaluation) -> Properties:
     units = e.units
     return {
         "predicted": (e.prediction.mean, units),

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 from scipy.special import ndtri
 
 from qualms.calibration.choice import Comparison
 from qualms.calibration.groups import GroupedCalibration
-from qualms.metrics import AREA_BY_CHANCE, ScoreIntervals, Scores, covering_levels
+from qualms.metrics import (
+    AREA_BY_CHANCE,
+    ScoreIntervals,
+    Scores,
+    covering_levels,
+    default_bins,
+)
 
 if TYPE_CHECKING:
     import rich.table
@@ -153,7 +158,6 @@ def interval_table(
     *,
     units: str = "",
     title: str = "",
-    dof: float | None = None,
 ) -> Table:
     """Compare scores and their confidence intervals, one row per score.
 
@@ -164,8 +168,6 @@ def interval_table(
     units : str
         Units of y.
     title : str
-    dof : float, optional
-        Degrees of freedom of Student's t, for the ideal coverage of Gaussian intervals.
     """
     first = next(iter(columns.values()))
     rows = []
@@ -176,9 +178,9 @@ def interval_table(
         cells = [_interval_cell(name, score, column) for column in columns.values()]
         ideal = score.ideal or _expected_if_calibrated(name, first)
         levels = {"coverage_68": 0.68, "coverage_95": 0.95}  # of Gaussian intervals
-        if dof is not None and name in levels:
+        if first.dof is not None and name in levels:
             z = float(ndtri(0.5 * (1 + levels[name])))
-            ideal = f"{100 * covering_levels([z], [1.0], dof)[0]:.1f} %"
+            ideal = f"{100 * covering_levels([z], [1.0], first.dof)[0]:.1f} %"
         rows.append([label, *cells, ideal])
     note = ""
     if first.intervals:
@@ -296,11 +298,10 @@ def _expected_if_calibrated(name: str, column: ScoreIntervals) -> str:
     For independent points, or, for groups of points, the range up to as many points as groups.
     """
     n_points = column.scores.n_points
-    n_bins = int(np.clip(n_points // 10, 1, 10))
     expected = {
         "miscalibration_area": AREA_BY_CHANCE,
         "rms_calibration_error": 6**-0.5,
-        "ence": math.sqrt(n_bins / math.pi),
+        "ence": math.sqrt(default_bins(n_points) / math.pi),
     }[name]
     low, high = (expected / math.sqrt(n) for n in (n_points, column.n_groups))
     return f"about {low:.2g}" if column.n_groups == n_points else f"{low:.2g} to {high:.2g}"
