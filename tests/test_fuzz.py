@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ def changed(document, rng, *parts):
             break
         place = place[key]
     every = NUMBERS if rng.random() < 0.7 else OTHERS
-    value = every[rng.integers(len(every))]
+    # A copy: another change may put something into it, even itself.
+    value = deepcopy(every[rng.integers(len(every))])
     if isinstance(place[key], float) and rng.random() < 0.3:
         value = place[key] * 10 ** rng.uniform(-20, 20)
     match rng.integers(8):
@@ -124,8 +126,8 @@ def forged_model(good, rng):
         name = rng.choice(sorted(arrays))
         arrays[name] = np.ascontiguousarray(changed_array(arrays[name], rng))
     metadata["document"] = json.dumps(document)
-    arrays = {name: a for name, a in arrays.items() if a.dtype in tensors._DTYPES}
-    metadata["checksum"] = tensors._checksum(metadata, arrays)
+    arrays = {name: a for name, a in arrays.items() if a.dtype in tensors.DTYPES}
+    metadata["checksum"] = tensors.checksum(metadata, arrays)
     return save(arrays, metadata)
 
 
