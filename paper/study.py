@@ -149,11 +149,6 @@ class Subsampled:
     training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
     absent: BoolArray  #: whether a training point is absent from a member, (N, N_R)
 
-    @property
-    def out_of_bag(self) -> CalibrationData:
-        """Out-of-bag points, centred on the ensemble mean."""
-        return self.fitted.points[TARGET]
-
     def ensemble_mean(self, points: Points) -> Estimate:
         """Return the uncalibrated estimate that is centred on the ensemble mean."""
         return Estimate.from_members(points.y, self.fitted.members(points.K_XM, points.design))
@@ -209,7 +204,7 @@ class TrainedOnce:
         settings: Settings,
         *,
         threads: int = 1,
-        memory: str | float | None = None,
+        memory: str | None = None,
         stages: Stages | None = None,
     ) -> None:
         self.stages = stages or Stages()
@@ -257,11 +252,6 @@ class TrainedOnce:
         """Return the residuals (N,) of the full model without each point, or without its group."""
         return left_out_errors(self.model, TARGET, np.inf)[0]
 
-    @property
-    def n_groups(self) -> int:
-        """Number of points, or groups of them, that are drawn."""
-        return len(np.unique(self.model.rows.kept.groups))
-
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
         data, rows = take_census(frames, self.settings).data, self.model.rows
@@ -289,9 +279,9 @@ def run_seed(
     problem: Problem,
     *,
     report: Callable[[str], None],
-    threads: int = 1,
-    memory: str | float | None = None,
-    stages: Stages | None = None,
+    threads: int,
+    memory: str,
+    stages: Stages,
 ) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
     """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
 
@@ -301,9 +291,9 @@ def run_seed(
     report : callable
         Is called with a line about each size: log likelihoods by column.
     threads : int
-    memory : str or float, optional
+    memory : str
         Memory limit, such as "8GB".
-    stages : Stages, optional
+    stages : Stages
 
     Returns
     -------
@@ -313,7 +303,6 @@ def run_seed(
         Estimates of the test points, by subsample size (or GPR PP) and column.
     """
     started = time.perf_counter()
-    stages = stages or Stages()
     with threadpool_limits(limits=threads):
         once = TrainedOnce(
             problem.train, problem.settings, threads=threads, memory=memory, stages=stages
@@ -321,7 +310,7 @@ def run_seed(
         validation = once.points(problem.validation, "validation")
         test = once.points(problem.test, "test")
         residuals = once.leave_one_out_residuals()
-        n_groups = once.n_groups
+        n_groups = len(np.unique(once.model.rows.kept.groups))  # or points, if these are drawn
         panels: dict[str, Mapping[str, Estimate]] = {}
         process: dict[str, Estimate] = {}
         posterior: dict[str, Estimate] = {}
@@ -337,10 +326,8 @@ def run_seed(
                     for estimate in (ensemble.projected_process, ensemble.posterior_part)
                 )
             blend = ensemble.sources(test)
-            raw, calibrations = (
-                ensemble.ensemble_mean(test),
-                out_of_bag_calibrations(ensemble.fitted),
-            )
+            raw, out_of_bag = ensemble.ensemble_mean(test), ensemble.fitted.points[TARGET]
+            calibrations = out_of_bag_calibrations(ensemble.fitted)
             mean = raw.compare(ensemble.ensemble_mean(validation), calibrations)
             full = ensemble.full_model(test).compare(
                 ensemble.full_model(validation), ensemble.full_model_calibrations(residuals)
@@ -351,8 +338,8 @@ def run_seed(
             result = EnsembleResult(
                 n=n,
                 replace=bootstrap,
-                n_out_of_bag=len(ensemble.out_of_bag.residuals),
-                n_out_of_bag_linear=int(out_of_bag_points(ensemble.out_of_bag, "linear").sum()),
+                n_out_of_bag=len(out_of_bag.residuals),
+                n_out_of_bag_linear=int(out_of_bag_points(out_of_bag, "linear").sum()),
                 seconds=seconds,
                 ensemble_mean={column: e.result() for column, e in mean.items()},
                 full_model={column: e.result() for column, e in full.items()},
@@ -388,9 +375,7 @@ def run_seed(
     return seed, panels | {PROCESS: process}
 
 
-def run_shift(
-    problem: ShiftedProblem, *, threads: int, memory: str | float | None, stages: Stages
-) -> ShiftResult:
+def run_shift(problem: ShiftedProblem, *, threads: int, memory: str, stages: Stages) -> ShiftResult:
     """Train one model, and evaluate every calibration on test sets out of its distribution."""
     started = time.perf_counter()
     settings = problem.settings
