@@ -9,7 +9,6 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -93,13 +92,9 @@ def lacks_memory(part):
     raise MemoryError
 
 
-def add(a, b):
-    return a + b
-
-
-def total(workers, function, parts, *shared, on_done=None):
-    """Sum over all parts."""
-    return reduce(add, workers.map(function, parts, *shared, on_done=on_done))
+def total(workers, function, parts, *shared):
+    """Sum over all parts, in order."""
+    return sum(workers.map(function, parts, *shared), start=np.zeros(3))
 
 
 # --- executors ---
@@ -148,10 +143,8 @@ def in_other_processes(workers):
 
 
 def test_results_come_in_order(workers):
-    done = []
-    results = list(workers.map(slow_at_first, parts_of(), on_done=done.append))
+    results = list(workers.map(slow_at_first, parts_of()))
     assert [i for result in results for i in result] == [*range(40)]
-    assert done == parts_of()
     assert workers.number == (1 if workers.executor is None else 2)
 
 
@@ -163,38 +156,32 @@ def test_shared_values_are_given_to_all_tasks(workers):
 
 def test_sums_do_not_depend_on_the_workers(workers):
     for n in (1, 5, 35, 40):
-        done = []
-        result = total(workers, values, parts_of(n), on_done=done.append)
+        result = total(workers, values, parts_of(n))
         np.testing.assert_array_equal(result, total(Workers(), values, parts_of(n)))
-        assert done == parts_of(n)
 
 
 def test_warnings_are_issued_here(workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        total(workers, warns, parts_of(4, 2))
+        list(workers.map(warns, parts_of(4, 2)))
     assert {str(w.message) for w in caught if w.category is QualmsWarning} == {"This is odd."}
     assert in_other_processes(workers) != any("library" in str(w.message) for w in caught)
 
 
 def test_errors_of_tasks_arrive_as_they_are(workers):
-    for run in (lambda *task: list(workers.map(*task)), lambda *task: total(workers, *task)):
-        with pytest.raises(InputError) as error:
-            run(rejects, parts_of())
-        assert (error.value.parameter, str(error.value)) == ("part", "Part 0 cannot be used.")
-        with pytest.raises(MemoryError):
-            run(lacks_memory, parts_of())
+    with pytest.raises(InputError) as error:
+        list(workers.map(rejects, parts_of()))
+    assert (error.value.parameter, str(error.value)) == ("part", "Part 0 cannot be used.")
+    with pytest.raises(MemoryError):
+        list(workers.map(lacks_memory, parts_of()))
     assert list(workers.map(listed, parts_of(2))) == [[0, 1]]  # they work on
 
 
-def test_nothing_is_computed_in_vain():
-    begun = []
-    results = Workers().map(begun.append, parts_of())
-    next(results)
-    assert begun == parts_of()[:1]
-
-
 def test_few_results_are_in_memory():
+    begun = []
+    next(Workers().map(begun.append, parts_of()))
+    assert begun == parts_of()[:1]  # in this process, nothing is computed in vain
+
     class Counting(ThreadPoolExecutor):
         submitted = 0
 
