@@ -57,7 +57,7 @@ def no_figures(monkeypatch):
 
 @pytest.fixture
 def desk(source, tmp_path, monkeypatch):
-    """An own directory with links to the files of `source`, a fixture of the module."""
+    """A directory with links to the files of `source`, a fixture of the module."""
     for path in source.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)

@@ -18,11 +18,7 @@ from paper.__main__ import app
 from paper.csd import csd
 from paper.problems import csd_problem, csd_shift, qm9_problem
 from paper.results import Results, read_results
-from paper.study import (
-    TrainedOnce,
-    out_of_bag_calibrations,
-    run_shift,
-)
+from paper.study import TrainedOnce, out_of_bag_calibrations
 from paper.tables import (
     OUR_COLUMNS,
     PAPER_COLUMNS,
@@ -32,7 +28,6 @@ from paper.tables import (
     write_tables,
 )
 from qualms import AtomisticModel
-from qualms.progress import Stages
 
 COMMITTED = Path(__file__).parents[1] / "docs/reproduction"
 
@@ -252,20 +247,6 @@ def test_a_study_trains_the_same_model_as_fit(once):
     estimate = raw.compare(ensemble.ensemble_mean(once[1]), {"student": student})["student"]
     expected = gaussian(predicted.mean - once[2].y, predicted.std)
     assert estimate.log_likelihood == pytest.approx(expected, rel=1e-4)
-
-
-def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
-    given = {}
-
-    def resolve(settings, census, workers, threads):
-        given.update(threads=threads, memory=settings.memory)
-        raise InterruptedError
-
-    monkeypatch.setattr("paper.study.resolve", resolve)
-    problem = csd_shift(crystals, crystals[:2], "small")
-    with pytest.raises(InterruptedError):
-        run_shift(problem, threads=3, memory="3GB", stages=Stages())
-    assert (given["threads"], given["memory"]) == (3, "3GB")
 
 
 # --- commands ---
