@@ -322,45 +322,30 @@ def test_more_workers_than_structures(desk):
     assert len(pd.read_parquet("two.parquet")) == 2
 
 
-def test_where_a_table_cannot_be_written(desk, monkeypatch):
-    Path("folder.parquet").mkdir()
-    Path("file.parquet").touch()
-    before = contents(".")
-    for name in ("folder.parquet --force", "file.parquet", "none/new.parquet"):
-        assert qualms(f"{PREDICT} -o {name}").code == 2
-    assert qualms(f"{PREDICT} --atoms -o new.parquet").code == 2
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    ended = qualms(f"{PREDICT} -o new.parquet")
-    assert (ended.code, "pyarrow" in ended.err) == (2, True)
-    assert contents(".") == before
-
-
 def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
     monkeypatch.setattr("qualms.execution.sizes_of", lambda files: [4] * len(files))
     ended = qualms(f"{PREDICT} -o new.csv {by_workers}")
     assert (ended.code, "worker" in ended.err) == (2, True)
 
 
-def test_forces_by_workers(desk, by_workers, force_model, alloys):
+def test_a_table_needs_pyarrow(desk, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    before = contents(".")
+    ended = qualms(f"{PREDICT} -o new.parquet")
+    assert (ended.code, "pyarrow" in ended.err) == (2, True)
+    assert contents(".") == before
+
+
+def test_forces_and_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
     force_model.save("forces.safetensors")
     ase.io.write("alloys.xyz", alloys[26:])
+    predict = "predict forces.safetensors alloys.xyz --forces --stress --atoms --ensemble"
     for name, how in {"here": "", "there": by_workers}.items():
-        command = (
-            f"predict forces.safetensors alloys.xyz --forces --stress --atoms --ensemble {how}"
-        )
-        assert qualms(f"{command} -o {name}.npz").code == 0
+        assert qualms(f"{predict} {how} -o {name}.npz").code == 0
     with np.load("here.npz") as here, np.load("there.npz") as there:
         assert {*here} == {*there} >= {"forces", "stress_ensemble", "energy_atoms_novelty"}
         for name in {*here} - {"energy_units"}:
             np.testing.assert_allclose(here[name], there[name], rtol=1e-9, atol=1e-12)
-
-
-# --- evaluation ---
-
-
-def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
-    force_model.save("forces.safetensors")
-    ase.io.write("alloys.xyz", alloys[26:])
     for command in (
         "evaluate model.safetensors new.xyz",
         "evaluate atoms.safetensors new.xyz",
@@ -376,13 +361,9 @@ def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
             assert a["n_extrapolating"] == b["n_extrapolating"]
 
 
-@pytest.mark.parametrize("how", ["threads", "dask"])
-def test_evaluation_by_an_executor(by_workers, energy_model, molecules, how):
-    from distributed import Client
-
+def test_evaluation_by_threads(energy_model, molecules):
     expected = evaluate(energy_model, molecules[120:])["energy"]
-    executor = ThreadPoolExecutor(1) if how == "threads" else Client(by_workers.split()[1])
-    with executor:
+    with ThreadPoolExecutor(1) as executor:
         evaluation = evaluate(energy_model, molecules[120:], executor=executor)["energy"]
     members = evaluation.prediction.members
     np.testing.assert_allclose(members, expected.prediction.members, rtol=1e-9)
