@@ -151,14 +151,14 @@ def test_options_override_the_configuration(desk):
     representation = {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3}
     config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}
     Path("own.yaml").write_text(yaml.safe_dump(config | {"representation": representation}))
-    given = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
-    given |= {"selection": "random", "effort": "fast", "noise": 0.01, "units": "eV", "seed": 3}
-    options = " ".join(f"--{name} {value}" for name, value in given.items())
+    chosen = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
+    chosen |= {"selection": "random", "effort": "fast", "noise": 0.01, "units": "eV", "seed": 3}
+    options = " ".join(f"--{name} {value}" for name, value in chosen.items())
     options += " --members 6 --representatives 50 --cutoff 4.25 --memory 2GB"
     command = f"train train.xyz --config own.yaml {options} -o new.safetensors --json"
     settings = qualms(command).document["settings"]
-    given |= {"kind": "intensive", "n_members": 6, "n_representatives": 50}
-    assert {name: settings[name] for name in given} == given
+    chosen |= {"kind": "intensive", "n_members": 6, "n_representatives": 50}
+    assert {name: settings[name] for name in chosen} == chosen
     (scale,) = settings["representation"]["scales"]
     assert (scale["cutoff"], scale["n_radial"], scale["l_max"]) == (4.25, 3, 2)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from atomistic_fixtures import ENERGY, make_model
+from atomistic_fixtures import ENERGY
 from checks import rejects
 from test_cli import contents, qualms
 from test_execution import dask_client, started
@@ -234,18 +234,6 @@ def test_without_dask(monkeypatch):
 # --- prediction ---
 
 PREDICT = "predict model.safetensors new.xyz"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, molecules):
-    """A directory with models and structures, which no test may change."""
-    folder = tmp_path_factory.mktemp("source")
-    model = make_model(units="eV", n_representatives=60, n_members=8).fit(molecules[:100])
-    model.save(folder / "model.safetensors")
-    shifts = make_model("shift", "atomic", species="N", n_representatives=30, n_members=8)
-    shifts.fit(molecules[:100]).save(folder / "atoms.safetensors")
-    ase.io.write(folder / "new.xyz", molecules[100:])
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -410,12 +410,12 @@ def test_xyz_of_atoms(tmp_path, target):
     write(path, frames, p, target=target, kind="atomic", rows=rows)
     start = 0
     for frame, indices in zip(read(path), rows, strict=True):
-        found = frame.calc.results[target] if target == "charges" else frame.arrays[target]
+        values = frame.calc.results[target] if target == "charges" else frame.arrays[target]
         part = slice(start, start := start + len(indices))
-        np.testing.assert_array_equal(found[indices], p.mean[part])
+        np.testing.assert_array_equal(values[indices], p.mean[part])
         np.testing.assert_array_equal(frame.arrays[f"{target}_uncertainty"][indices], p.std[part])
         np.testing.assert_array_equal(frame.arrays[f"{target}_ensemble"][indices], p.members[part])
-        assert np.isnan(np.delete(found, indices)).all()
+        assert np.isnan(np.delete(values, indices)).all()
     np.testing.assert_array_equal(read(path)[0].arrays[f"REF_{target}"], reference)
 
 
@@ -494,8 +494,8 @@ def test_no_predictions_are_a_file_too(tmp_path, suffix):
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, arguments, parameter):
-    given = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
-    path = tmp_path / given.pop("path")
+    options = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
+    path = tmp_path / options.pop("path")
     with rejects(parameter):
-        write(path, [molecule("CH4"), molecule("H2O")], **given)
+        write(path, [molecule("CH4"), molecule("H2O")], **options)
     assert not os.listdir(tmp_path)
