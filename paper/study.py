@@ -252,6 +252,11 @@ class TrainedOnce:
         """Return the residuals (N,) of the full model without each point, or without its group."""
         return left_out_errors(self.model, TARGET, np.inf)[0]
 
+    @property
+    def n_groups(self) -> int:
+        """Number of points, or groups of them, that are drawn."""
+        return len(np.unique(self.model.rows.kept.groups))
+
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
         data, rows = take_census(frames, self.settings).data, self.model.rows
@@ -310,7 +315,7 @@ def run_seed(
         validation = once.points(problem.validation, "validation")
         test = once.points(problem.test, "test")
         residuals = once.leave_one_out_residuals()
-        n_groups = len(np.unique(once.model.rows.kept.groups))  # or points, if these are drawn
+        n_groups = once.n_groups
         panels: dict[str, Mapping[str, Estimate]] = {}
         process: dict[str, Estimate] = {}
         posterior: dict[str, Estimate] = {}

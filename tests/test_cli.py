@@ -546,7 +546,7 @@ def test_stress_needs_a_volume(alloys, tmp_path):
     for options, parameter in {
         "--stress -o {}/a.npz": "--stress",
         "--forces -o {}/a.csv": "--output",
-        "--forces --ignore-unknown-species -o {}/a.npz": "--ignore-unknown-species",
+        "--forces --ignore-unknown-species -o {}/a.npz": "--forces",
     }.items():
         command = f"predict {folder}/model.safetensors {tmp_path}/one.xyz {options}"
         ended = qualms(command.format(tmp_path))

@@ -86,12 +86,3 @@ class Bars:
         self._progress.remove_task(self._tasks.pop())
         if not self._tasks:
             self._progress.stop()
-
-
-def format_time(seconds: float) -> str:
-    """Return a duration as text, such as "3 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 90 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

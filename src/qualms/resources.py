@@ -1,4 +1,4 @@
-"""Cores that may be used.
+"""Cores that may be used, and times.
 
 `threadpoolctl.threadpool_limits` looks for libraries every time, which takes some milliseconds: as
 long as the forces on a small molecule. Here they are looked for once.
@@ -85,3 +85,12 @@ def limited(threads: int, n_atoms: int | None = None) -> AbstractContextManager[
         return nullcontext()
     context: AbstractContextManager[Any] = _controller().limit(limits=limits)
     return context
+
+
+def format_time(seconds: float) -> str:
+    """Return a duration as text, such as "3 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -45,8 +45,8 @@ from qualms.execution import as_workers
 from qualms.io.files import check_output
 from qualms.metrics import Scores, score
 from qualms.notebooks import html_table
-from qualms.progress import Bars, Display, Stages, format_time
-from qualms.resources import default_threads, limited
+from qualms.progress import Bars, Display, Stages
+from qualms.resources import default_threads, format_time, limited
 
 #: Structures, or the path of a file that has them.
 _Structures = Iterable[Atoms] | str | PathLike[str]

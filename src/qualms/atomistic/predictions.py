@@ -674,7 +674,7 @@ def check_derivatives_request(fitted: Fitted, *, allow_unknown: bool) -> None:
     check_model(fitted)
     if allow_unknown:
         raise InputError(
-            "Forces exclude `unknown_species='ignore'`: atoms that are ignored have no forces.",
+            "Atoms that are ignored have no forces: use `unknown_species='error'`.",
             parameter="unknown_species",
         )
 

@@ -141,14 +141,20 @@ def predict(
 
 def _check_options(model: AtomisticModel, output: Path, contents: Output) -> None:
     """Reject options that the model or the format of the output cannot fulfil."""
-    from qualms.atomistic.predictions import check_derivatives_request
+    from qualms.atomistic.forces import check_model
 
     is_table = output.suffix in (".csv", ".parquet")
     option = next(
         (f"--{name}" for name in ("forces", "stress", "atoms") if getattr(contents, name)), None
     )
     if contents.forces or contents.stress:
-        check_derivatives_request(model.fitted, allow_unknown=contents.ignore_unknown)
+        check_model(model.fitted)
+        if contents.ignore_unknown:
+            raise InputError(
+                f"{option} and --ignore-unknown-species exclude each other: atoms that are ignored "
+                "have no forces.",
+                parameter=str(option),
+            )
     if contents.atoms and model.fitted.per_atom:
         raise InputError(
             f"--atoms is for properties of structures, and {model.settings.target!r} is a property "
