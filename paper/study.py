@@ -284,9 +284,9 @@ def run_seed(
     problem: Problem,
     *,
     report: Callable[[str], None],
-    threads: int,
-    memory: str,
-    stages: Stages,
+    threads: int = 1,
+    memory: str | None = None,
+    stages: Stages | None = None,
 ) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
     """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
 
@@ -296,9 +296,9 @@ def run_seed(
     report : callable
         Is called with a line about each size: log likelihoods by column.
     threads : int
-    memory : str
+    memory : str, optional
         Memory limit, such as "8GB".
-    stages : Stages
+    stages : Stages, optional
 
     Returns
     -------
@@ -308,6 +308,7 @@ def run_seed(
         Estimates of the test points, by subsample size (or GPR PP) and column.
     """
     started = time.perf_counter()
+    stages = stages or Stages()
     with threadpool_limits(limits=threads):
         once = TrainedOnce(
             problem.train, problem.settings, threads=threads, memory=memory, stages=stages
