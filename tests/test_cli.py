@@ -140,6 +140,15 @@ def test_training_writes_a_model_and_a_summary(desk):
     assert (quiet.code, quiet.err) == (0, "")
 
 
+def test_several_files_are_one_training_set(desk):
+    frames = ase.io.read("train.xyz", ":")
+    ase.io.write("a.xyz", frames[:30])
+    ase.io.write("b.xyz", frames[30:])
+    parts = qualms("train a.xyz b.xyz --config small.yaml -o two.safetensors --json").document
+    whole = qualms("info model.safetensors --json").document
+    assert parts["provenance"]["data_digest"] == whole["provenance"]["data_digest"]
+
+
 def test_a_subsample_of_few_structures_is_reported(desk):
     command = "train train.xyz --config small.yaml --quiet"
     for size, warned in {"9": True, "0.5": False}.items():
@@ -512,6 +521,8 @@ BAD = {
     "evaluate model.safetensors": "model.safetensors",
     "predict cut.safetensors good.xyz -o new.csv": "",
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
+    "predict model.safetensors good.xyz --atoms -o new.parquet": "--output",
+    "predict model.safetensors good.xyz -o none/new.parquet": "none",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",
     "evaluate model.safetensors good.xyz --calibration-file old.json": "",
     "report model.safetensors good.xyz -o new.pdf": ".html",
