@@ -16,7 +16,6 @@ from paper.figures import draw_panels, draw_results
 from paper.problems import (
     Problem,
     ShiftedProblem,
-    check_characterized,
     csd_problem,
     csd_shift,
     qm9_problem,
@@ -78,7 +77,6 @@ def qm9(
     """Atomisation energies of QM9: 20,000 molecules, 5,000 representatives, five sizes."""
     chosen = _choice("scale", scale, _SCALES)
     source = data or ("subset" if chosen == "small" else "qm9pack")
-    check_characterized(source, uncharacterized)
     run = _Run(Terminal(quiet=quiet, as_json=as_json), output, memory, threads, force)
     run.check("qm9")
     make = partial(qm9_problem, source, chosen, uncharacterized=uncharacterized)

@@ -25,15 +25,14 @@ SHIELDINGS = ("CS_total", "cs_iso")
 _MALFORMED = (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, zlib.error)
 
 
-def csd(path: str | os.PathLike[str], *, target: str | None = None) -> list[Atoms]:
+def csd(path: str | os.PathLike[str]) -> list[Atoms]:
     """Return molecular crystals with the shielding of each atom.
 
     Parameters
     ----------
     path : path
-        Extended XYZ, or a chemiscope data set (``.json`` or ``.json.gz``).
-    target : str, optional
-        Key of the shieldings; by default ``CS_total`` or ``cs_iso``.
+        Extended XYZ, or a chemiscope data set (``.json`` or ``.json.gz``), with shieldings under
+        ``CS_total`` or ``cs_iso``.
 
     Returns
     -------
@@ -55,15 +54,14 @@ def csd(path: str | os.PathLike[str], *, target: str | None = None) -> list[Atom
             f"All {len(frames)} structures in {str(path)!r} have a STATUS other than PASSING.",
             parameter="data",
         )
-    keys = SHIELDINGS if target is None else (target,)
-    key = next((k for k in keys if any(k in a.arrays for a in passing)), None)
+    key = next((k for k in SHIELDINGS if any(k in a.arrays for a in passing)), None)
     if key is None:
         names = sorted({k for a in passing[:10] for k in a.arrays} - {"numbers", "positions"})
         raise InputError(
-            f"{str(path)!r} has no values of atoms under {' or '.join(keys)}; it has "
-            f"{', '.join(names) or 'none at all'}. Rename the shieldings to {SHIELDINGS[0]}, or "
-            f"set `target`.{did_you_mean(keys[0], names)}",
-            parameter="target",
+            f"{str(path)!r} has no values of atoms under {' or '.join(SHIELDINGS)}; it has "
+            f"{', '.join(names) or 'none at all'}. Rename the shieldings to {SHIELDINGS[0]}."
+            f"{did_you_mean(SHIELDINGS[0], names)}",
+            parameter="data",
         )
     for i, atoms in enumerate(frames):
         # Without its neighbours an atom would have another shielding.

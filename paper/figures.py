@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paper.results import Results, ShiftResult
-from paper.study import PROCESS, SOURCES, VALIDATED, Estimate
+from paper.study import POSTERIOR, PROCESS, SOURCES, VALIDATED, Estimate
 from paper.tables import STUDENT_T
 from qualms.arrays import Float64Array
 from qualms.io.files import atomic_path
@@ -106,9 +106,7 @@ def _sizes(results: Results) -> Figure:
 
     seeds = results.seeds
     levels = {f"{PROCESS}, {c}": [s.projected_process[c] for s in seeds] for c in VALIDATED}
-    parts = [s.posterior_part["N-L"] for s in seeds if s.posterior_part is not None]
-    if parts:
-        levels[f"{PROCESS}, posterior part, N-L"] = parts
+    levels[f"{POSTERIOR}, N-L"] = [s.posterior_part["N-L"] for s in seeds]
     process = {
         label: float(np.mean([result.log_likelihood for result in values]))
         for label, values in levels.items()
@@ -123,9 +121,7 @@ def _sizes(results: Results) -> Figure:
         for which in ("full_model", "ensemble_mean")
     )
     mean[STUDENT_T] = np.array([[e.student_t for e in s.ensembles] for s in seeds])
-    blends = [[e.blend for e in s.ensembles] for s in seeds]
-    if all(blend is not None for row in blends for blend in row):
-        mean[SOURCES] = np.array([[b.log_likelihood for b in row if b] for row in blends])
+    mean[SOURCES] = np.array([[e.blend.log_likelihood for e in s.ensembles] for s in seeds])
     panels = {
         "centred on the full model": full,
         "centred on the ensemble mean (sources: blend)": mean,

@@ -12,19 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 import qualms
 from qualms.errors import InputError
 from qualms.io.files import atomic_output
+from qualms.io.tensors import Document
 from qualms.resources import allowed_threads
 
 
-class _Document(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
-
-
-class EstimatorResult(_Document):
+class EstimatorResult(Document):
     """One estimator of uncertainties on a test set."""
 
     scores: dict[str, float]  #: fields of `qualms.metrics.Scores` that are defined
@@ -41,7 +38,7 @@ class EstimatorResult(_Document):
         return self.scores["log_likelihood"]
 
 
-class EnsembleResult(_Document):
+class EnsembleResult(Document):
     """Ensembles of one subsample size."""
 
     n: int  #: subsample size in points or groups
@@ -53,12 +50,12 @@ class EnsembleResult(_Document):
     full_model: dict[str, EstimatorResult]  #: by column, centred on the full model
     student_t: float  #: log likelihood under Student's t, centred on the ensemble mean
     #: The model as it is trained by default: a blend of full model and ensemble mean, with share
-    #: λ of the latter, and the sources calibration. None in files of earlier versions.
-    blend: EstimatorResult | None = None
-    centre: float | None = None
+    #: λ of the latter, and the sources calibration.
+    blend: EstimatorResult
+    centre: float
 
 
-class SeedResult(_Document):
+class SeedResult(Document):
     """One split of the data."""
 
     seed: int
@@ -73,11 +70,10 @@ class SeedResult(_Document):
     memory: float  #: peak, with the largest worker process, bytes
     ensembles: list[EnsembleResult] = Field(min_length=1)  #: by size; the bootstrap is last
     projected_process: dict[str, EstimatorResult]  #: GPR PP: Raw, CV and N-L
-    #: The posterior part of GPR PP; None in files of earlier versions.
-    posterior_part: dict[str, EstimatorResult] | None = None
+    posterior_part: dict[str, EstimatorResult]  #: the same of the posterior part of GPR PP
 
 
-class ShiftedSet(_Document):
+class ShiftedSet(Document):
     """Predictions of one test set by a model whose training set may be distributed differently."""
 
     label: str
@@ -87,7 +83,7 @@ class ShiftedSet(_Document):
     estimators: dict[str, EstimatorResult]
 
 
-class ShiftResult(_Document):
+class ShiftResult(Document):
     """Out-of-distribution predictions."""
 
     trained_on: str
@@ -102,7 +98,7 @@ class ShiftResult(_Document):
     sets: list[ShiftedSet] = Field(min_length=1)
 
 
-class Results(_Document):
+class Results(Document):
     """All numbers of one problem, with the version of this format."""
 
     version: Literal[2] = 2

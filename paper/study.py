@@ -154,11 +154,6 @@ class Subsampled:
     training_members: Float64Array  #: uncalibrated predictions of the training points, (N, N_R)
     absent: BoolArray  #: whether a training point is absent from a member, (N, N_R)
 
-    @property
-    def out_of_bag(self) -> CalibrationData:
-        """Out-of-bag points, centred on the ensemble mean."""
-        return self.fitted.points[TARGET]
-
     def ensemble_mean(self, points: Points) -> Estimate:
         """Return the uncalibrated estimate that is centred on the ensemble mean."""
         return Estimate.from_members(points.y, self.fitted.members(points.K_XM, points.design))
@@ -214,7 +209,7 @@ class TrainedOnce:
         settings: Settings,
         *,
         threads: int = 1,
-        memory: str | float | None = None,
+        memory: str | None = None,
         stages: Stages | None = None,
     ) -> None:
         self.stages = stages or Stages()
@@ -295,7 +290,7 @@ def run_seed(
     *,
     report: Callable[[str], None],
     threads: int = 1,
-    memory: str | float | None = None,
+    memory: str | None = None,
     stages: Stages | None = None,
 ) -> tuple[SeedResult, dict[str, Mapping[str, Estimate]]]:
     """Evaluate ensembles of all subsample sizes, and a bootstrap, on one split of the data.
@@ -306,7 +301,7 @@ def run_seed(
     report : callable
         Is called with a line about each size: log likelihoods by column.
     threads : int
-    memory : str or float, optional
+    memory : str, optional
         Memory limit, such as "8GB".
     stages : Stages, optional
 
@@ -342,10 +337,8 @@ def run_seed(
                     for estimate in (ensemble.projected_process, ensemble.posterior_part)
                 )
             blend = ensemble.sources(test)
-            raw, calibrations = (
-                ensemble.ensemble_mean(test),
-                out_of_bag_calibrations(ensemble.fitted),
-            )
+            raw, out_of_bag = ensemble.ensemble_mean(test), ensemble.fitted.points[TARGET]
+            calibrations = out_of_bag_calibrations(ensemble.fitted)
             mean = raw.compare(ensemble.ensemble_mean(validation), calibrations)
             full = ensemble.full_model(test).compare(
                 ensemble.full_model(validation), ensemble.full_model_calibrations(residuals)
@@ -356,8 +349,8 @@ def run_seed(
             result = EnsembleResult(
                 n=n,
                 replace=bootstrap,
-                n_out_of_bag=len(ensemble.out_of_bag.residuals),
-                n_out_of_bag_linear=int(out_of_bag_points(ensemble.out_of_bag, "linear").sum()),
+                n_out_of_bag=len(out_of_bag.residuals),
+                n_out_of_bag_linear=int(out_of_bag_points(out_of_bag, "linear").sum()),
                 seconds=seconds,
                 ensemble_mean={column: e.result() for column, e in mean.items()},
                 full_model={column: e.result() for column, e in full.items()},
@@ -393,9 +386,7 @@ def run_seed(
     return seed, panels | {PROCESS: process}
 
 
-def run_shift(
-    problem: ShiftedProblem, *, threads: int, memory: str | float | None, stages: Stages
-) -> ShiftResult:
+def run_shift(problem: ShiftedProblem, *, threads: int, memory: str, stages: Stages) -> ShiftResult:
     """Train one model, and evaluate every calibration on test sets out of its distribution."""
     started = time.perf_counter()
     settings = problem.settings

@@ -50,8 +50,7 @@ def write_tables(directory: Path, results: Results, *, force: bool) -> list[Path
         error_table,
         cost_table,
     )
-    made = [make(results) for make in makers]
-    pages = {f"{results.name}.md": [table for table in made if table.rows]}
+    pages = {f"{results.name}.md": [make(results) for make in makers]}
     if results.shift is not None:
         pages[f"{results.name}-shift.md"] = [shift_table(results.shift, results.units)]
     for name, tables in pages.items():
@@ -69,13 +68,12 @@ def full_model_table(results: Results) -> Table:
         key = 0 if ensembles[0].replace else ensembles[0].n
         values = [[e.full_model[c].log_likelihood for e in ensembles] for c in PAPER_COLUMNS]
         rows.append([label, *_cells(values, printed.get(key, ()))])
-    process = [seed.projected_process for seed in results.seeds]
-    values = [[p[c].log_likelihood for p in process] for c in ("Raw", *VALIDATED)]
-    rows.append([PROCESS, *_cells(values, printed.get(PROCESS, ())), "", ""])
-    parts = [seed.posterior_part for seed in results.seeds if seed.posterior_part]
-    if parts:
-        values = [[p[c].log_likelihood for p in parts] for c in ("Raw", *VALIDATED)]
-        rows.append([POSTERIOR, *_cells(values), "", ""])
+    for label, process in {
+        PROCESS: [seed.projected_process for seed in results.seeds],
+        POSTERIOR: [seed.posterior_part for seed in results.seeds],
+    }.items():
+        values = [[p[c].log_likelihood for p in process] for c in ("Raw", *VALIDATED)]
+        rows.append([label, *_cells(values, printed.get(label, ())), "", ""])
     beside = " [value in the paper]" if printed else ""
     title = _title(results, f"centred on the full model{beside}")
     return Table(["n", *PAPER_COLUMNS], rows, title)
@@ -113,14 +111,12 @@ def blend_table(results: Results) -> Table:
     factor, units = _error_units(results)
     rows = []
     for label, ensembles in _by_size(results):
-        blends = [e.blend for e in ensembles if e.blend is not None]
-        if blends:
-            centres = [e.centre for e in ensembles if e.centre is not None]
-            cells = [mean_and_error(centres, ".2f")]
-            cells += [f"{factor * _mean(blends, name):.3g}" for name in ("mae", "rmse")]
-            cells += [mean_and_error([e.log_likelihood for e in blends])]
-            cells += [f"{_mean(blends, name):.1%}" for name in ("coverage_68", "coverage_95")]
-            rows.append([label, *cells, f"{_mean(blends, 'spearman'):.2f}", _bin_ratios(blends)])
+        blends = [e.blend for e in ensembles]
+        cells = [mean_and_error([e.centre for e in ensembles], ".2f")]
+        cells += [f"{factor * _mean(blends, name):.3g}" for name in ("mae", "rmse")]
+        cells += [mean_and_error([e.log_likelihood for e in blends])]
+        cells += [f"{_mean(blends, name):.1%}" for name in ("coverage_68", "coverage_95")]
+        rows.append([label, *cells, f"{_mean(blends, 'spearman'):.2f}", _bin_ratios(blends)])
     head = ["n", "λ", f"MAE ({units})", f"RMSE ({units})", "log likelihood", "within 68 %"]
     title = "Blend of full model and ensemble mean (share λ), sources calibration, out of bag"
     return Table([*head, "within 95 %", "rank correlation", f"RMSE/σ: {_BINS}"], rows, title)

@@ -55,9 +55,29 @@ def no_figures(monkeypatch):
     monkeypatch.setattr("qualms.report.report.report_figures", lambda evaluation: none)
 
 
+@pytest.fixture(scope="session")
+def source(tmp_path_factory, molecules):
+    """A directory with models, structures and predictions, which no test may change."""
+    import ase.io
+    import numpy as np
+    from atomistic_fixtures import make_model
+
+    folder = tmp_path_factory.mktemp("source")
+    model = make_model(units="eV", n_representatives=60, n_members=8).fit(molecules[:100])
+    model.save(folder / "model.safetensors")
+    shifts = make_model("shift", "atomic", species="N", n_representatives=30, n_members=8)
+    shifts.fit(molecules[:100]).save(folder / "atoms.safetensors")
+    ase.io.write(folder / "new.xyz", molecules[100:])
+    rng = np.random.default_rng(0)
+    std = rng.uniform(0.5, 2, size=60)
+    members = rng.normal(size=(60, 8)) * std[:, None]
+    np.savez(folder / "members.npz", REF_e=std * rng.normal(size=60), e_ensemble=members)
+    return folder
+
+
 @pytest.fixture
 def desk(source, tmp_path, monkeypatch):
-    """An own directory with links to the files of `source`, a fixture of the module."""
+    """A directory with links to the files of `source`."""
     for path in source.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)

@@ -104,10 +104,7 @@ def test_help_is_fast_and_lists_all_verbs():
     assert min(cpu_time() for _ in range(3)) < 0.75
 
 
-def test_every_verb_has_help():
-    for verb in VERBS:
-        ended = qualms(f"{verb} --help")
-        assert (ended.code, ended.err) == (0, "")
+def test_version():
     assert qualms("--version").out.strip() == f"qualms {package.__version__}"
 
 
@@ -147,10 +144,9 @@ def test_several_files_are_one_training_set(desk):
     frames = ase.io.read("train.xyz", ":")
     ase.io.write("a.xyz", frames[:30])
     ase.io.write("b.xyz", frames[30:])
-    document = qualms("train a.xyz b.xyz --config small.yaml -o two.safetensors --json").document
+    parts = qualms("train a.xyz b.xyz --config small.yaml -o two.safetensors --json").document
     whole = qualms("info model.safetensors --json").document
-    digest = [one["provenance"]["data_digest"] for one in (document, whole)]
-    assert digest[0] == digest[1]
+    assert parts["provenance"]["data_digest"] == whole["provenance"]["data_digest"]
 
 
 def test_a_subsample_of_few_structures_is_reported(desk):
@@ -164,14 +160,14 @@ def test_options_override_the_configuration(desk):
     representation = {"preset": "nmr", "n_radial": 3, "l_max": 2, "exponent": 3}
     config = {"target": "nothing", "kind": "intensive", "n_members": 4, "threads": 1}
     Path("own.yaml").write_text(yaml.safe_dump(config | {"representation": representation}))
-    given = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
-    given |= {"selection": "random", "effort": "fast", "noise": 0.01, "units": "eV", "seed": 3}
-    options = " ".join(f"--{name} {value}" for name, value in given.items())
+    chosen = {"target": ENERGY, "subsample": 40, "baseline": "mean", "calibration": "linear"}
+    chosen |= {"selection": "random", "effort": "fast", "noise": 0.01, "units": "eV", "seed": 3}
+    options = " ".join(f"--{name} {value}" for name, value in chosen.items())
     options += " --members 6 --representatives 50 --cutoff 4.25 --memory 2GB"
     command = f"train train.xyz --config own.yaml {options} -o new.safetensors --json"
     settings = qualms(command).document["settings"]
-    given |= {"kind": "intensive", "n_members": 6, "n_representatives": 50}
-    assert {name: settings[name] for name in given} == given
+    chosen |= {"kind": "intensive", "n_members": 6, "n_representatives": 50}
+    assert {name: settings[name] for name in chosen} == chosen
     (scale,) = settings["representation"]["scales"]
     assert (scale["cutoff"], scale["n_radial"], scale["l_max"]) == (4.25, 3, 2)
 
@@ -244,6 +240,7 @@ def test_predictions_in_other_units(desk):
     for key, values in {
         ENERGY: expected.mean,
         f"{ENERGY}_uncertainty": expected.std,
+        f"{ENERGY}_lower": expected.interval(0.5, "conformal")[0],
         f"{ENERGY}_upper": expected.interval(0.5, "conformal")[1],
     }.items():
         np.testing.assert_allclose(table[key], 1000 * values / sizes, rtol=1e-6)
@@ -251,22 +248,12 @@ def test_predictions_in_other_units(desk):
 
 
 def test_intervals(desk):
-    test = ase.io.read("test.xyz", ":")
-    model = AtomisticModel.load("model.safetensors", threads=1)
-    low, high = model.predict(test).interval(0.9, "conformal")
-    for name in ("out.xyz", "out.csv"):
-        assert qualms(f"predict model.safetensors test.xyz --interval 0.9 -o {name}").code == 0
-    out = ase.io.read("out.xyz", ":")
-    table = np.genfromtxt("out.csv", delimiter=",", names=True, dtype=None, encoding="utf-8")
-    for key, expected in (("lower", low), ("upper", high)):
-        np.testing.assert_allclose(info(out, f"{ENERGY}_{key}"), expected, rtol=1e-6)
-        np.testing.assert_allclose(table[f"{ENERGY}_{key}"], expected, rtol=1e-6)
-    before = contents(".")
-    for wrong in (1.5, 0, 0.999):  # so few points have no such quantile
-        ended = qualms(f"predict model.safetensors test.xyz --interval {wrong} -o no.csv")
-        assert ended.code == 2
-        assert "--interval" in ended.err
-    assert contents(".") == before
+    frames = ase.io.read("test.xyz", ":")
+    prediction = AtomisticModel.load("model.safetensors", threads=1).predict(frames)
+    assert qualms("predict model.safetensors test.xyz --interval 0.9 -o out.xyz").code == 0
+    written = ase.io.read("out.xyz", ":")
+    for key, limits in zip(("lower", "upper"), prediction.interval(0.9, "conformal"), strict=True):
+        np.testing.assert_allclose(info(written, f"{ENERGY}_{key}"), limits, rtol=1e-6)
     assert qualms("predict atoms.safetensors test.xyz --interval 0.5 -o atoms.xyz").code == 0
     assert "shift_upper" in ase.io.read("atoms.xyz").arrays
 
@@ -330,11 +317,11 @@ def test_predictions_are_evaluated_as_the_model_is(desk):
     expected = next(row for row in of_model["scores"] if row["name"] == "sources (out-of-bag)")
     for path in ("out.xyz", "table.npz"):
         document = qualms(f"evaluate {path} {options}").document
-        (found,) = document["scores"]
+        (scores,) = document["scores"]
         assert document["units"] == of_model["units"] == "meV/atom"
         assert document["n_extrapolating"] == of_model["n_extrapolating"]
         for name in ("rmse", "log_likelihood", "coverage_68"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-6)
+            assert scores[name] == pytest.approx(expected[name], rel=1e-6)
     assert qualms(f"calibrate out.xyz --target {ENERGY} --method linear -o c.json").code == 0
     document = qualms(f"evaluate out.xyz --calibration-file c.json {options}").document
     assert len(document["scores"]) == 2
@@ -400,23 +387,6 @@ def test_calibrate_and_apply(tmp_path, monkeypatch):
     assert 0.55 < np.mean(np.abs(z) < std) < 0.8
 
 
-def test_bad_ensembles(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_ensemble("old.xyz", n=30)
-    before = contents(tmp_path)
-    for command in (
-        "calibrate old.xyz --target energy -o a.json",
-        "calibrate old.xyz --target gap -o old.xyz --force",
-        "calibrate old.xyz --target gap --method magic -o a.json",
-        "calibrate old.xyz --target gap -o a.json --report a.pdf",
-        "calibrate none.csv --target gap -o a.json",
-        "apply old.xyz old.xyz -o a.xyz",
-    ):
-        ended = qualms(command)
-        assert (ended.code, ended.out) == (2, ""), command
-        assert contents(tmp_path) == before
-
-
 # --- forces and stress ---
 
 
@@ -434,14 +404,6 @@ def alloys(tmp_path_factory):
         f" --test {folder}/test.xyz -o {folder}/model.safetensors"
     )
     return folder, ended.document
-
-
-def test_training_on_forces(alloys):
-    _, document = alloys
-    for name in ("", "forces_", "stress_"):
-        assert document[f"{name}test"][0]["rmse"] > 0
-    for name in ("energy", "forces", "stress"):
-        assert document["calibrations"][name]["alpha"] > 0
 
 
 def test_predicted_forces_and_stresses(alloys, tmp_path):
@@ -474,7 +436,10 @@ def test_predicted_forces_and_stresses(alloys, tmp_path):
 
 
 def test_evaluation_and_report_of_forces(alloys, tmp_path, no_figures):
-    folder, _ = alloys
+    folder, trained = alloys
+    for name in ("energy", "forces", "stress"):
+        assert trained["test" if name == "energy" else f"{name}_test"][0]["rmse"] > 0
+        assert trained["calibrations"][name]["alpha"] > 0
     model, test = folder / "model.safetensors", folder / "test.xyz"
     document = qualms(f"evaluate {model} {test} --json").document
     assert document["forces"]["key"] == "force"
@@ -514,6 +479,7 @@ def bad(source, tmp_path_factory):
     chlorine = molecule("CH3Cl")
     chlorine.info[ENERGY] = -16.0
     ase.io.write(folder / "chlorine.xyz", [good[0], chlorine])
+    write_ensemble(folder / "gap.xyz", n=30)
     texts = dict.fromkeys(("old.safetensors", "old.json"), "old") | {
         "small.yaml": yaml.safe_dump(SMALL_RUN),
         "broken.yaml": "a: [1\nb: {\n- c",
@@ -545,16 +511,28 @@ BAD = {
     "predict model.safetensors good.xyz --in meV -o new.xyz": "--output",
     "predict model.safetensors good.xyz --in furlong -o new.csv": "--in",
     "predict atoms.safetensors good.xyz --per atom -o new.csv": "--per",
+    "predict model.safetensors good.xyz --interval 1.5 -o new.csv": "--interval",
+    "predict model.safetensors good.xyz --interval 0 -o new.csv": "--interval",
+    # So few points have no such quantile.
+    "predict model.safetensors good.xyz --interval 0.999 -o new.csv": "--interval",
     "evaluate good.xyz": "--target",
     "evaluate good.xyz --target e --skip-failed": "--skip-failed",
     "evaluate model.safetensors good.xyz --target e": "--target",
     "evaluate model.safetensors": "model.safetensors",
     "predict cut.safetensors good.xyz -o new.csv": "",
     "predict model.safetensors good.xyz --atoms -o new.csv": "--output",
+    "predict model.safetensors good.xyz --atoms -o new.parquet": "--output",
+    "predict model.safetensors good.xyz -o none/new.parquet": "none",
     "predict atoms.safetensors good.xyz --atoms -o new.xyz": "--atoms",
     "evaluate model.safetensors good.xyz --calibration-file old.json": "",
     "report model.safetensors good.xyz -o new.pdf": ".html",
     "demo -o old.json": "",
+    "calibrate gap.xyz --target energy -o a.json": "energy",
+    "calibrate gap.xyz --target gap -o gap.xyz --force": "gap.xyz",
+    "calibrate gap.xyz --target gap --method magic -o a.json": "--method",
+    "calibrate gap.xyz --target gap -o a.json --report a.pdf": ".html",
+    "calibrate none.csv --target gap -o a.json": "none.csv",
+    "apply gap.xyz gap.xyz -o a.xyz": "gap.xyz",
 }
 
 

@@ -14,14 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from atomistic_fixtures import ENERGY, make_model
+from atomistic_fixtures import ENERGY
+from checks import rejects
 from test_cli import contents, qualms
 from test_execution import dask_client, started
 
 from qualms.atomistic.evaluation import evaluate
 from qualms.cli.cluster import open_workers, start_slurm
 from qualms.cli.terminal import Terminal
-from qualms.errors import InputError
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
 distributed = pytest.importorskip("distributed", reason="Dask is not installed")
@@ -36,16 +36,13 @@ echo "Submitted batch job $!"
 SCANCEL = "#!/bin/sh\nkill $1 2> /dev/null\n"
 
 
-def workers(**options):
-    given = dict.fromkeys(("cluster", "cluster_config"))
-    return open_workers(**(given | options), terminal=Terminal())
+def workers(cluster, config=None):
+    return open_workers(cluster, config, Terminal())
 
 
-def rejected(**options):
-    """The parameter of the error for these options."""
-    with pytest.raises(InputError) as error, workers(**options):
+def assert_rejected(parameter, *options):
+    with rejects(parameter), workers(*options):
         pass
-    return error.value.parameter
 
 
 @pytest.fixture
@@ -67,11 +64,6 @@ def config(folder, **options):
 # --- options ---
 
 
-def test_without_options_there_are_no_workers():
-    with workers() as client:
-        assert client is None
-
-
 def thread_limits():
     return {os.environ[f"{name}_NUM_THREADS"] for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
 
@@ -82,7 +74,7 @@ def test_processes_of_this_machine(monkeypatch):
     this = psutil.Process()
     before = {*this.children(recursive=True)}
     ports = {c.laddr for c in this.net_connections()}
-    with workers(cluster="local:3") as executor:
+    with workers("local:3") as executor:
         assert executor.submit(sum, [1, 2]).result() == 3
         assert executor.submit(thread_limits).result() == {"1"}
         assert os.environ["OMP_NUM_THREADS"] == "7"
@@ -148,56 +140,42 @@ def test_workers_of_a_scheduler(tmp_path):
     with started("scheduler", *options, contact=contact):
         while not contact.exists():
             time.sleep(0.05)
-        assert rejected(cluster=str(contact)) == "--cluster"  # there are no workers
+        assert_rejected("--cluster", str(contact))  # there are no workers
         with started("worker", "--no-dashboard", contact=contact):
             with distributed.Client(scheduler_file=str(contact)) as client:
                 client.wait_for_workers(1, timeout=60)
                 address = client.scheduler.address
             for cluster in (address, str(contact)):
-                with workers(cluster=cluster) as client:
+                with workers(cluster) as client:
                     assert len(client.nthreads()) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
 def test_jobs_of_a_queue(queue):
     options = {"cores": 1, "memory": "1GB", "interface": "lo", "jobs": 2}
-    with workers(cluster="slurm", cluster_config=config(queue, **options)) as client:
+    with workers("slurm", config(queue, **options)) as client:
         client.wait_for_workers(2, timeout=30)
         assert list(client.nthreads().values()) == [1, 1]
 
 
 @pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
-def test_the_script_of_a_job(queue, monkeypatch):
-    monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
-    options = {"cores": 8, "memory": "16GB", "queue": "long", "job-extra-directives": ["--nice=9"]}
-    with start_slurm(config(queue, **options)) as started:
-        script = started.job_script()
-    for line in ("#SBATCH -p long", "#SBATCH --cpus-per-task=8", "#SBATCH --nice=9"):
-        assert line in script.splitlines()
-    assert "--nthreads 1 " in script
-    assert "--nworkers 8 " in script
-
-
-@pytest.mark.filterwarnings("ignore:Port 8787:UserWarning")
-def test_a_queue_that_is_configured_for_dask(queue, monkeypatch):
+def test_scripts_of_jobs(queue, monkeypatch):
     import dask.config
 
+    def script(file):
+        with start_slurm(file) as cluster:
+            return cluster.job_script()
+
     monkeypatch.setattr("dask_jobqueue.SLURMCluster.scale", lambda self, jobs: None)
+    options = {"cores": 8, "memory": "16GB", "queue": "long", "job-extra-directives": ["--nice=9"]}
+    text = script(config(queue, **options))
+    for line in ("#SBATCH -p long", "#SBATCH --cpus-per-task=8", "#SBATCH --nice=9"):
+        assert line in text.splitlines()
+    assert "--nthreads 1 " in text
+    assert "--nworkers 8 " in text
     with dask.config.set({"jobqueue.slurm.cores": 6, "jobqueue.slurm.memory": "12GB"}):
-        with start_slurm(None) as started:
-            assert "--nworkers 6 " in started.job_script()
-        with start_slurm(config(queue, cores=4, processes=2)) as started:
-            assert "--nworkers 2 " in started.job_script()
-
-
-@pytest.mark.parametrize("spec", ["local", "local:", "local:0", "local:two", "cloud", "pbs"])
-def test_other_clusters_are_rejected(spec):
-    assert rejected(cluster=spec) == "--cluster"
-
-
-def test_a_queue_needs_its_commands(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert rejected(cluster="slurm") == "--cluster"
+        assert "--nworkers 6 " in script(None)
+        assert "--nworkers 2 " in script(config(queue, cores=4, processes=2))
 
 
 @pytest.mark.parametrize(
@@ -218,54 +196,44 @@ def test_a_queue_needs_its_commands(tmp_path, monkeypatch):
 def test_bad_configurations_are_rejected(queue, text):
     file = queue / "bad.yaml"
     file.write_text(text)
-    assert rejected(cluster="slurm", cluster_config=file) == "--cluster-config"
+    assert_rejected("--cluster-config", "slurm", file)
     gc.collect()  # clusters of Dask that could not start
 
 
-def test_options_that_contradict_each_other(queue):
-    file = config(queue)
-    assert rejected(cluster="local:2", cluster_config=file) == "--cluster-config"
-    assert rejected(cluster="tcp://localhost:1", cluster_config=file) == "--cluster-config"
-    assert rejected(cluster="slurm", cluster_config=queue / "none.yaml") == "--cluster-config"
-
-
-def test_schedulers_that_do_not_answer(tmp_path):
+def test_options_that_are_rejected(queue, monkeypatch):
     import dask.config
 
+    file = config(queue)
+    for cluster in ("local:2", "tcp://localhost:1"):
+        assert_rejected("--cluster-config", cluster, file)
+    assert_rejected("--cluster-config", "slurm", queue / "none.yaml")
+    for cluster in ("local", "local:", "local:0", "local:two", "cloud", "pbs"):
+        assert_rejected("--cluster", cluster)
+    # Schedulers that do not answer.
     with dask.config.set({"distributed.comm.timeouts.connect": "500ms"}):
         for address in ("tcp://127.0.0.1:1", "nothing://x"):
-            assert rejected(cluster=address) == "--cluster"
-    file = tmp_path / "scheduler.json"
-    for text in (None, "{}", "no JSON"):
-        if text is not None:
-            file.write_text(text)
-        assert rejected(cluster=str(file)) == "--cluster"
+            assert_rejected("--cluster", address)
+    contact = queue / "scheduler.json"
+    assert_rejected("--cluster", str(contact))
+    for text in ("{}", "no JSON"):
+        contact.write_text(text)
+        assert_rejected("--cluster", str(contact))
+    monkeypatch.setenv("PATH", str(queue / "empty"))  # without the commands of the queue
+    assert_rejected("--cluster", "slurm")
 
 
 def test_without_dask(monkeypatch):
     for package in ("distributed", "dask_jobqueue"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
-            assert rejected(cluster="slurm") == "--cluster"
-            with workers(cluster="local:1") as executor:
+            assert_rejected("--cluster", "slurm")
+            with workers("local:1") as executor:
                 assert executor.submit(sum, [1, 2]).result() == 3
 
 
 # --- prediction ---
 
 PREDICT = "predict model.safetensors new.xyz"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, molecules):
-    """A directory with models and structures, which no test may change."""
-    folder = tmp_path_factory.mktemp("source")
-    model = make_model(units="eV", n_representatives=60, n_members=8).fit(molecules[:100])
-    model.save(folder / "model.safetensors")
-    shifts = make_model("shift", "atomic", species="N", n_representatives=30, n_members=8)
-    shifts.fit(molecules[:100]).save(folder / "atoms.safetensors")
-    ase.io.write(folder / "new.xyz", molecules[100:])
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -319,47 +287,28 @@ def test_a_table_of_atoms_has_parts_without_any(desk, molecules, by_workers, mon
 
 
 @pytest.mark.parametrize("how", ["here", "by workers"])
-def test_a_broken_structure_is_named_and_nothing_is_written(desk, by_workers, how):
+def test_a_bad_structure_is_named_and_nothing_is_written(desk, molecules, by_workers, how):
+    options = by_workers if how == "by workers" else ""
     lines = Path("new.xyz").read_text().splitlines(keepends=True)
     place = [i for i, line in enumerate(lines) if line.strip().isdecimal()][80]
     lines[place + 3] = "C 0.0 what 0.0\n"
     Path("broken.xyz").write_text("".join(lines))
-    before = contents(".")
-    options = by_workers if how == "by workers" else ""
-    ended = qualms(f"predict model.safetensors broken.xyz -o new.parquet {options}")
-    assert ended.code == 2
-    assert "Structure 80 of broken.xyz" in ended.err
-    assert contents(".") == before
-
-
-def test_errors_count_structures_from_the_first(desk, molecules, by_workers):
     frames = [*molecules[100:130], molecules[130].copy(), *molecules[131:]]
     frames[30].symbols[0] = "Xe"
     ase.io.write("strange.xyz", frames)
-    for options in ("", by_workers):
-        ended = qualms(f"predict model.safetensors strange.xyz -o new.parquet {options}")
+    before = contents(".")
+    for name, place in {"broken": "Structure 80 of", "strange": "Structure 30 of"}.items():
+        ended = qualms(f"predict model.safetensors {name}.xyz -o new.parquet {options}")
         assert ended.code == 2
-        assert "30" in ended.err
-        assert "Xe" in ended.err
+        assert f"{place} {name}.xyz" in ended.err
+        assert name == "broken" or "Xe" in ended.err
+        assert contents(".") == before
 
 
 def test_more_workers_than_structures(desk):
     ase.io.write("two.xyz", ase.io.read("new.xyz", ":2"))
     assert qualms("predict model.safetensors two.xyz -o two.parquet --cluster local:3").code == 0
     assert len(pd.read_parquet("two.parquet")) == 2
-
-
-def test_where_a_table_cannot_be_written(desk, monkeypatch):
-    Path("folder.parquet").mkdir()
-    Path("file.parquet").touch()
-    before = contents(".")
-    for name in ("folder.parquet --force", "file.parquet", "none/new.parquet"):
-        assert qualms(f"{PREDICT} -o {name}").code == 2
-    assert qualms(f"{PREDICT} --atoms -o new.parquet").code == 2
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    ended = qualms(f"{PREDICT} -o new.parquet")
-    assert (ended.code, "pyarrow" in ended.err) == (2, True)
-    assert contents(".") == before
 
 
 def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
@@ -370,26 +319,24 @@ def test_workers_that_do_not_see_the_files(desk, by_workers, monkeypatch):
     assert contents(".") == before
 
 
-def test_forces_by_workers(desk, by_workers, force_model, alloys):
+def test_a_table_needs_pyarrow(desk, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    before = contents(".")
+    ended = qualms(f"{PREDICT} -o new.parquet")
+    assert (ended.code, "pyarrow" in ended.err) == (2, True)
+    assert contents(".") == before
+
+
+def test_forces_and_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
     force_model.save("forces.safetensors")
     ase.io.write("alloys.xyz", alloys[26:])
+    predict = "predict forces.safetensors alloys.xyz --forces --stress --atoms --ensemble"
     for name, how in {"here": "", "there": by_workers}.items():
-        command = (
-            f"predict forces.safetensors alloys.xyz --forces --stress --atoms --ensemble {how}"
-        )
-        assert qualms(f"{command} -o {name}.npz").code == 0
+        assert qualms(f"{predict} {how} -o {name}.npz").code == 0
     with np.load("here.npz") as here, np.load("there.npz") as there:
         assert {*here} == {*there} >= {"forces", "stress_ensemble", "energy_atoms_novelty"}
         for name in {*here} - {"energy_units"}:
             np.testing.assert_allclose(here[name], there[name], rtol=1e-9, atol=1e-12)
-
-
-# --- evaluation ---
-
-
-def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
-    force_model.save("forces.safetensors")
-    ase.io.write("alloys.xyz", alloys[26:])
     for command in (
         "evaluate model.safetensors new.xyz",
         "evaluate atoms.safetensors new.xyz",
@@ -400,25 +347,17 @@ def test_scores_do_not_depend_on_workers(desk, by_workers, force_model, alloys):
         quantities = [name for name in ("forces", "stress") if name in here]
         assert len(quantities) == (2 if "forces" in command else 0)
         for a, b in [(here, there), *((here[name], there[name]) for name in quantities)]:
-            scores = [pd.DataFrame(one["scores"]) for one in (a, b)]
+            scores = [pd.DataFrame(document["scores"]) for document in (a, b)]
             pd.testing.assert_frame_equal(*scores, rtol=1e-7)
             assert a["n_extrapolating"] == b["n_extrapolating"]
 
 
 @pytest.mark.parametrize("how", ["threads", "dask"])
 def test_evaluation_by_an_executor(by_workers, energy_model, molecules, how):
-    from distributed import Client
-
     expected = evaluate(energy_model, molecules[120:])["energy"]
-    executor = ThreadPoolExecutor(1) if how == "threads" else Client(by_workers.split()[1])
-    with executor:
-        found = evaluate(energy_model, molecules[120:], executor=executor)["energy"]
-    np.testing.assert_allclose(found.prediction.members, expected.prediction.members, rtol=1e-9)
-    np.testing.assert_array_equal(found.structure, expected.structure)
-
-
-def test_what_is_no_executor(energy_model, molecules):
-    with pytest.raises(InputError) as error:
-        evaluate(energy_model, molecules[120:], executor=4)
-    assert error.value.parameter == "executor"
-    assert qualms("evaluate predictions.csv --target energy --cluster local:2").code == 2
+    address = by_workers.split()[1]
+    with ThreadPoolExecutor(1) if how == "threads" else distributed.Client(address) as executor:
+        evaluation = evaluate(energy_model, molecules[120:], executor=executor)["energy"]
+    members = evaluation.prediction.members
+    np.testing.assert_allclose(members, expected.prediction.members, rtol=1e-9)
+    np.testing.assert_array_equal(evaluation.structure, expected.structure)

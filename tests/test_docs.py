@@ -92,8 +92,8 @@ def run_python(block, page, namespace):
 def assert_same_numbers(shown, printed):
     """Numbers of a documented output agree, up to the sampling error of other processors."""
     pairs = zip(NUMBER.findall(shown), NUMBER.findall(printed), strict=True)
-    for expected, found in pairs:
-        assert float(found) == pytest.approx(float(expected), rel=0.1, abs=0.03), printed
+    for expected, number in pairs:
+        assert float(number) == pytest.approx(float(expected), rel=0.1, abs=0.03), printed
 
 
 @pytest.fixture(scope="session")
@@ -209,25 +209,25 @@ def test_example_vibrations(tmp_path):
     example = load("vibrations")
     z = []
     for seed in range(2):
-        reference, found = example.run(n_members=8, seed=seed)
-        z.append((reference - found.mean) / found.std)
-        np.testing.assert_allclose(found.mean, reference, rtol=0.05)
+        reference, predicted = example.run(n_members=8, seed=seed)
+        z.append((reference - predicted.mean) / predicted.std)
+        np.testing.assert_allclose(predicted.mean, reference, rtol=0.05)
     # Ten correlated errors: uncertainties of half or twice the correct size would fail.
     assert 0.4 < np.sqrt(np.mean(np.square(z))) < 1.8
-    assert_drawn(example.draw, reference, found, tmp_path / "figure.png")
+    assert_drawn(example.draw, reference, predicted, tmp_path / "figure.png")
 
 
 def test_example_equation_of_state(tmp_path):
     example = load("equation_of_state")
-    energies, found, reference, reference_energies = example.run()
+    energies, predicted, reference, reference_energies = example.run()
     assert reference == pytest.approx([3.59, 133], rel=0.02)
-    np.testing.assert_array_less(np.abs(found.mean - reference), 3 * found.std)
+    np.testing.assert_array_less(np.abs(predicted.mean - reference), 3 * predicted.std)
     # Errors at neighbouring volumes cancel.
     differences = energies[1:] - energies[:-1]
     independent = np.hypot(energies.std[1:], energies.std[:-1])
     assert np.median(differences.std / independent) < 0.75
     figure = tmp_path / "figure.png"
-    assert_drawn(example.draw, energies, found, reference, reference_energies, figure)
+    assert_drawn(example.draw, energies, predicted, reference, reference_energies, figure)
 
 
 def assert_drawn(draw, *arguments):

@@ -9,12 +9,12 @@ import warnings
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
+from checks import rejects
 
 from qualms import execution
 from qualms.errors import InputError, QualmsError, QualmsWarning
@@ -85,7 +85,7 @@ def warns(part):
     return listed(part)
 
 
-def rejects(part):
+def cannot_use(part):
     raise InputError(f"Part {part.first} cannot be used.", parameter="part")
 
 
@@ -93,13 +93,9 @@ def lacks_memory(part):
     raise MemoryError
 
 
-def add(a, b):
-    return a + b
-
-
-def total(workers, function, parts, *shared, on_done=None):
-    """Sum over all parts."""
-    return reduce(add, workers.map(function, parts, *shared, on_done=on_done))
+def total(workers, function, parts, *shared):
+    """Sum over all parts, in order."""
+    return sum(workers.map(function, parts, *shared), start=np.zeros(3))
 
 
 # --- executors ---
@@ -148,53 +144,42 @@ def in_other_processes(workers):
 
 
 def test_results_come_in_order(workers):
-    done = []
-    results = list(workers.map(slow_at_first, parts_of(), on_done=done.append))
+    results = list(workers.map(slow_at_first, parts_of()))
     assert [i for result in results for i in result] == [*range(40)]
-    assert done == parts_of()
-    assert workers.number == (1 if workers.executor is None else 2)
-
-
-def test_shared_values_are_given_to_all_tasks(workers):
     shared = workers.share(np.array([-1, -2]))
     results = list(workers.map(listed, parts_of(4, 2), shared))
     assert results == [[0, 1, -1, -2], [2, 3, -1, -2]]
+    assert workers.number == (1 if workers.executor is None else 2)
 
 
 def test_sums_do_not_depend_on_the_workers(workers):
     for n in (1, 5, 35, 40):
-        done = []
-        result = total(workers, values, parts_of(n), on_done=done.append)
+        result = total(workers, values, parts_of(n))
         np.testing.assert_array_equal(result, total(Workers(), values, parts_of(n)))
-        assert done == parts_of(n)
 
 
 def test_warnings_are_issued_here(workers):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        total(workers, warns, parts_of(4, 2))
+        list(workers.map(warns, parts_of(4, 2)))
     assert {str(w.message) for w in caught if w.category is QualmsWarning} == {"This is odd."}
     assert in_other_processes(workers) != any("library" in str(w.message) for w in caught)
 
 
 def test_errors_of_tasks_arrive_as_they_are(workers):
-    for run in (lambda *task: list(workers.map(*task)), lambda *task: total(workers, *task)):
-        with pytest.raises(InputError) as error:
-            run(rejects, parts_of())
-        assert (error.value.parameter, str(error.value)) == ("part", "Part 0 cannot be used.")
-        with pytest.raises(MemoryError):
-            run(lacks_memory, parts_of())
+    with pytest.raises(InputError) as error:
+        list(workers.map(cannot_use, parts_of()))
+    assert (error.value.parameter, str(error.value)) == ("part", "Part 0 cannot be used.")
+    with pytest.raises(MemoryError):
+        list(workers.map(lacks_memory, parts_of()))
     assert list(workers.map(listed, parts_of(2))) == [[0, 1]]  # they work on
 
 
-def test_nothing_is_computed_in_vain():
-    begun = []
-    results = Workers().map(begun.append, parts_of())
-    next(results)
-    assert begun == parts_of()[:1]
-
-
 def test_few_results_are_in_memory():
+    begun = []
+    next(Workers().map(begun.append, parts_of()))
+    assert begun == parts_of()[:1]  # in this process, nothing is computed in vain
+
     class Counting(ThreadPoolExecutor):
         submitted = 0
 
@@ -214,9 +199,8 @@ def test_few_results_are_in_memory():
 
 @pytest.mark.parametrize("executor", [4, "processes", map, ThreadPoolExecutor])
 def test_other_objects_are_no_executors(executor):
-    with pytest.raises(InputError) as error:
+    with rejects("executor"):
         as_workers(executor)
-    assert error.value.parameter == "executor"
     assert as_workers(None, 3) == Workers(None, 3)
 
 
@@ -226,9 +210,8 @@ def test_workers_with_other_versions_are_rejected(workers, monkeypatch):
     if not in_other_processes(workers):
         workers.check()
         return
-    with pytest.raises(InputError) as error:
+    with rejects("executor") as error:
         workers.check()
-    assert error.value.parameter == "executor"
     for text in (os.uname().nodename, "99.0", execution.version("qualms")):
         assert text in str(error.value)
 
@@ -242,9 +225,9 @@ def test_workers_that_do_not_see_files_are_rejected(workers, monkeypatch, tmp_pa
         return
     monkeypatch.setattr(execution, "sizes_of", lambda files: [4])
     for state in ("has another size", "is missing"):
-        with pytest.raises(InputError, match=f"data.xyz' {state}") as error:
+        with rejects("executor") as error:
             workers.check([file])
-        assert error.value.parameter == "executor"
+        assert f"data.xyz' {state}" in str(error.value)
         file.unlink(missing_ok=True)
 
 

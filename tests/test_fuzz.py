@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ def changed(document, rng, *parts):
             break
         place = place[key]
     every = NUMBERS if rng.random() < 0.7 else OTHERS
-    value = every[rng.integers(len(every))]
+    # A copy: another change may put something into it, even itself.
+    value = deepcopy(every[rng.integers(len(every))])
     if isinstance(place[key], float) and rng.random() < 0.3:
         value = place[key] * 10 ** rng.uniform(-20, 20)
     match rng.integers(8):
@@ -124,8 +126,8 @@ def forged_model(good, rng):
         name = rng.choice(sorted(arrays))
         arrays[name] = np.ascontiguousarray(changed_array(arrays[name], rng))
     metadata["document"] = json.dumps(document)
-    arrays = {name: a for name, a in arrays.items() if a.dtype in tensors._DTYPES}
-    metadata["checksum"] = tensors._checksum(metadata, arrays)
+    arrays = {name: a for name, a in arrays.items() if a.dtype in tensors.DTYPES}
+    metadata["checksum"] = tensors.checksum(metadata, arrays)
     return save(arrays, metadata)
 
 
@@ -195,15 +197,15 @@ def use_model(path, frames):
     model = AtomisticModel.load(path, threads=1)
     model.summary()
     atoms = model.predict(frames, atoms=True).atoms
-    for found in (model.predict(frames), *atoms):
-        is_valid(found.mean, found.std)
+    for prediction in (model.predict(frames), *atoms):
+        is_valid(prediction.mean, prediction.std)
     if model.settings.keep_pp:
         is_valid(*model.predict_pp(frames))
     assert len(model.predict(frames).extrapolates) == len(frames)
     if model.settings.forces:
-        found = model.predict(frames[:1], forces=True)
-        is_valid(found.energy.mean, found.energy.std)
-        is_valid(found.forces.mean, found.forces.std)
+        prediction = model.predict(frames[:1], forces=True)
+        is_valid(prediction.energy.mean, prediction.energy.std)
+        is_valid(prediction.forces.mean, prediction.forces.std)
 
 
 def use_ensemble(calibration, path, output):
@@ -213,8 +215,8 @@ def use_ensemble(calibration, path, output):
     document = read_calibration(calibration)
     ensemble = read_ensemble(path, "e")
     std = document.std(ensemble.std, ensemble.count)
-    known = np.isfinite(ensemble.mean + ensemble.std)
-    is_valid(ensemble.mean[known], std[known])
+    usable = np.isfinite(ensemble.mean + ensemble.std)
+    is_valid(ensemble.mean[usable], std[usable])
     apply_calibration(document, path, output, force=True)
     calibrate_ensemble(ensemble, "student")
 
@@ -224,8 +226,8 @@ def use_frames(path, model):
     from qualms.atomistic.structures import read_frames
 
     frames = read_frames(path)
-    found = model.predict(frames, unknown_species="ignore")
-    is_valid(found.mean, found.std)
+    prediction = model.predict(frames, unknown_species="ignore")
+    is_valid(prediction.mean, prediction.std)
     take_census(frames, model.settings)
 
 
@@ -293,8 +295,8 @@ def folder(molecules, alloys, tmp_path_factory):
     settings = {"": {"representation": smooth, "forces": "f"}, "-2": {}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, given in settings.items():
-            make_model("e", **small, **given).fit(frames).save(folder / f"good{name}.safetensors")
+        for name, options in settings.items():
+            make_model("e", **small, **options).fit(frames).save(folder / f"good{name}.safetensors")
     y = np.array([atoms.info["e"] for atoms in frames])
     members = y[:, None] + rng.normal(scale=0.1, size=(24, 5)) + rng.normal(scale=0.1, size=(24, 1))
     table = {f"e_ensemble_{i}": column for i, column in enumerate(members.T)} | {"REF_e": y}

@@ -74,9 +74,13 @@ def test_a_file_that_appears_in_the_meantime_is_kept(tmp_path):
         file.write(b"mine")
         path.write_bytes(b"theirs")
     assert path.read_bytes() == b"theirs"
-    (kept,) = (p for p in tmp_path.iterdir() if p != path)
-    assert kept.read_bytes() == b"mine"
-    assert kept.name in str(error.value)
+    (other,) = (p for p in tmp_path.iterdir() if p != path)
+    assert other.read_bytes() == b"mine"
+    assert other.name in str(error.value)
+    other.unlink()
+    with pytest.raises(IsADirectoryError), atomic_output(tmp_path / "b", force=True):
+        (tmp_path / "b").mkdir()
+    assert {*os.listdir(tmp_path)} == {"a", "b"}
 
 
 def write_pair(folder, force=False):
@@ -127,12 +131,6 @@ def test_files_that_belong_together_appear_together_or_not_at_all(tmp_path):
         with atomic_output(tmp_path / "b") as file:
             file.write(b"2")
     assert {*os.listdir(tmp_path)} == {"summary", "b"}
-
-
-def test_a_file_that_cannot_be_renamed(tmp_path):
-    with pytest.raises(IsADirectoryError), atomic_output(tmp_path / "a", force=True):
-        (tmp_path / "a").mkdir()
-    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "/dev/zero", "a\0b"])
@@ -412,12 +410,12 @@ def test_xyz_of_atoms(tmp_path, target):
     write(path, frames, p, target=target, kind="atomic", rows=rows)
     start = 0
     for frame, indices in zip(read(path), rows, strict=True):
-        found = frame.calc.results[target] if target == "charges" else frame.arrays[target]
+        values = frame.calc.results[target] if target == "charges" else frame.arrays[target]
         part = slice(start, start := start + len(indices))
-        np.testing.assert_array_equal(found[indices], p.mean[part])
+        np.testing.assert_array_equal(values[indices], p.mean[part])
         np.testing.assert_array_equal(frame.arrays[f"{target}_uncertainty"][indices], p.std[part])
         np.testing.assert_array_equal(frame.arrays[f"{target}_ensemble"][indices], p.members[part])
-        assert np.isnan(np.delete(found, indices)).all()
+        assert np.isnan(np.delete(values, indices)).all()
     np.testing.assert_array_equal(read(path)[0].arrays[f"REF_{target}"], reference)
 
 
@@ -496,8 +494,8 @@ def test_no_predictions_are_a_file_too(tmp_path, suffix):
     ],
 )
 def test_bad_input_writes_nothing(tmp_path, arguments, parameter):
-    given = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
-    path = tmp_path / given.pop("path")
+    options = {"path": "a.xyz", "prediction": Prediction(np.ones((2, 3)))} | arguments
+    path = tmp_path / options.pop("path")
     with rejects(parameter):
-        write(path, [molecule("CH4"), molecule("H2O")], **given)
+        write(path, [molecule("CH4"), molecule("H2O")], **options)
     assert not os.listdir(tmp_path)

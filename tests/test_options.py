@@ -16,7 +16,7 @@ from typer.main import get_command
 from qualms import AtomisticModel
 from qualms.atomistic.settings import Settings
 from qualms.cli.app import VERBS, app
-from qualms.errors import InputError
+from qualms.errors import InputError, warn
 
 #: Their words depend on the kind of file that the verb reads or writes.
 OF_FILES = {"--output", "-o", "--data", "--target"}
@@ -112,15 +112,6 @@ def test_a_configuration_file_can_name_the_files(tmp_path, monkeypatch):
 # --- errors ---
 
 
-def message(text, command, parameter="x"):
-    """Return what a verb prints if the library raises an error."""
-    error = InputError(text, parameter=parameter)
-    with patch("qualms.cli.terminal.Terminal.__init__", side_effect=error):
-        ended = qualms(command)
-    assert ended.code == 2
-    return ended.err.removeprefix("Error: ").rstrip()
-
-
 TRAIN = "train a.xyz --target e -o m.safetensors"
 PREDICT = "predict m.safetensors a.xyz -o b.xyz"
 EVALUATE = "evaluate m.safetensors a.xyz"
@@ -144,21 +135,14 @@ EVALUATE = "evaluate m.safetensors a.xyz"
         (PREDICT, "Another `name`.", "Another name."),
     ],
 )
-def test_errors_name_options(command, text, shown):
-    assert message(text, command) == shown
+def test_errors_and_warnings_name_options(command, text, shown):
+    def fail(*_, **__):
+        warn(text)
+        raise InputError(text, parameter="x")
 
-
-def test_warnings_name_options(tmp_path, monkeypatch):
-    import warnings
-
-    from qualms.errors import QualmsWarning
-
-    def warn(*_, **__):
-        warnings.warn("Use `force=True`.", QualmsWarning, stacklevel=2)
-        raise InputError("End.", parameter="data")
-
-    with patch("qualms.cli.terminal.Terminal.__init__", side_effect=warn):
-        assert "Warning: Use --force.\n" in qualms(TRAIN).err
+    with patch("qualms.cli.terminal.Terminal.__init__", side_effect=fail):
+        ended = qualms(command)
+    assert (ended.code, ended.err) == (2, f"Warning: {shown}\nError: {shown}\n")
 
 
 def test_errors_name_the_file_of_a_structure(tmp_path, monkeypatch):

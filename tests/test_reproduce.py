@@ -18,11 +18,7 @@ from paper.__main__ import app
 from paper.csd import csd
 from paper.problems import csd_problem, csd_shift, qm9_problem
 from paper.results import Results, read_results
-from paper.study import (
-    TrainedOnce,
-    out_of_bag_calibrations,
-    run_shift,
-)
+from paper.study import TrainedOnce, out_of_bag_calibrations
 from paper.tables import (
     OUR_COLUMNS,
     PAPER_COLUMNS,
@@ -32,7 +28,6 @@ from paper.tables import (
     write_tables,
 )
 from qualms import AtomisticModel
-from qualms.progress import Stages
 
 COMMITTED = Path(__file__).parents[1] / "docs/reproduction"
 
@@ -97,7 +92,7 @@ def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
         assert np.isnan(ours.arrays["shielding"][~hydrogen]).all()
     frames[0].info["STATUS"] = "FAILED"
     ase.io.write(path, frames, format="extxyz")
-    assert len(csd(path, target="shielding")) == 4
+    assert len(csd(path)) == 4
     document["environments"][0]["center"] = -1
     packed.write_bytes(gzip.compress(json.dumps(document).encode()))
     with rejects("data"):
@@ -107,13 +102,10 @@ def test_crystals_are_read_from_extended_xyz_and_from_chemiscope(tmp_path):
 def test_files_that_are_no_crystals_with_shieldings(tmp_path):
     bare = organic_crystals(2)
     bare[1].pbc = False
-    cases = {"bare.extxyz": (bare, "data"), "salt.extxyz": (labelled_crystals(2), "target")}
-    for name, (frames, parameter) in cases.items():
-        ase.io.write(tmp_path / name, frames, format="extxyz")
-        with rejects(parameter):
-            csd(tmp_path / name)
+    ase.io.write(tmp_path / "bare.extxyz", bare)
+    ase.io.write(tmp_path / "salt.extxyz", labelled_crystals(2))
     (tmp_path / "damaged.json").write_text("{}")
-    for name in ("damaged.json", "missing.extxyz"):
+    for name in ("bare.extxyz", "salt.extxyz", "damaged.json", "missing.extxyz"):
         with rejects("data"):
             csd(tmp_path / name)
 
@@ -194,31 +186,31 @@ def test_the_paper_s_columns_are_centred_on_the_full_model(once):
         ensemble.full_model(validation),
         ensemble.full_model_calibrations(residuals),
     )
-    found = ensemble.full_model(test).compare(seen, calibrations)
-    assert tuple(found) == PAPER_COLUMNS
-    np.testing.assert_allclose(found["Raw"].mean, process.mean, rtol=1e-12)
-    np.testing.assert_allclose(found["Raw"].std, members.members.std(axis=1, ddof=1), rtol=1e-9)
+    estimates = ensemble.full_model(test).compare(seen, calibrations)
+    assert tuple(estimates) == PAPER_COLUMNS
+    np.testing.assert_allclose(estimates["Raw"].mean, process.mean, rtol=1e-12)
+    np.testing.assert_allclose(estimates["Raw"].std, members.members.std(axis=1, ddof=1), rtol=1e-9)
     # CV is the root mean square of z/σ on the validation set, Eq. (9).
     process, members = ensemble.projected_process(validation), ensemble.ensemble_mean(validation)
     ratios = (validation.y - process.mean) / members.members.std(axis=1, ddof=1)
-    assert found["CV"].calibration.alpha == root_mean_square(ratios)
+    assert estimates["CV"].calibration.alpha == root_mean_square(ratios)
     # Int. is the same of out-of-bag points, by members without them and the model without them.
     used = ensemble.absent.sum(axis=1) >= 5
     without = np.where(ensemble.absent, ensemble.training_members, np.nan)[used]
     ratios = residuals[used] / np.nanstd(without, axis=1, ddof=1)
-    assert found["Int."].calibration.alpha == root_mean_square(ratios)
+    assert estimates["Int."].calibration.alpha == root_mean_square(ratios)
 
 
 def test_estimates_centred_on_the_ensemble_mean_and_projected_process(once):
     trained, validation, test = once
     ensemble = trained.ensemble(100)
     raw, seen = ensemble.ensemble_mean(test), ensemble.ensemble_mean(validation)
-    found = raw.compare(seen, out_of_bag_calibrations(ensemble.fitted))
-    assert tuple(found) == OUR_COLUMNS
-    for estimate in found.values():
+    estimates = raw.compare(seen, out_of_bag_calibrations(ensemble.fitted))
+    assert tuple(estimates) == OUR_COLUMNS
+    for estimate in estimates.values():
         np.testing.assert_allclose(estimate.mean, raw.members.mean(axis=1))
-    z, std = test.y - found["CV"].mean, found["CV"].std
-    result = found["CV"].result()
+    z, std = test.y - estimates["CV"].mean, estimates["CV"].std
+    result = estimates["CV"].result()
     assert result.log_likelihood == pytest.approx(gaussian(z, std))
     assert result.beyond_4_sigma == np.mean(np.abs(z) > 4 * std)
     seen = ensemble.projected_process(validation)
@@ -257,20 +249,6 @@ def test_a_study_trains_the_same_model_as_fit(once):
     assert estimate.log_likelihood == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_shifted_model_uses_the_given_resources(crystals, monkeypatch):
-    given = {}
-
-    def resolve(settings, census, workers, threads):
-        given.update(threads=threads, memory=settings.memory)
-        raise InterruptedError
-
-    monkeypatch.setattr("paper.study.resolve", resolve)
-    problem = csd_shift(crystals, crystals[:2], "small")
-    with pytest.raises(InterruptedError):
-        run_shift(problem, threads=3, memory="3GB", stages=Stages())
-    assert (given["threads"], given["memory"]) == (3, "3GB")
-
-
 # --- commands ---
 
 
@@ -284,8 +262,8 @@ def reproduced(tmp_path_factory):
 def test_qm9_writes_results_tables_and_figures(reproduced):
     output, command, printed = reproduced
     results = read_results(output / "qm9.json")
-    found = Results.model_validate(json.loads(printed)["qm9"])
-    assert found.seeds[1].projected_process.keys() == {"Raw", "CV", "N-L"}
+    stored = Results.model_validate(json.loads(printed)["qm9"])
+    assert stored.seeds[1].projected_process.keys() == {"Raw", "CV", "N-L"}
     assert [seed.seed for seed in results.seeds] == [0, 1]
     assert [e.n for e in results.seeds[0].ensembles] == [10, 50, 100, 150, 180, 200]
     assert [e.replace for e in results.seeds[0].ensembles] == 5 * [False] + [True]
@@ -296,7 +274,7 @@ def test_qm9_writes_results_tables_and_figures(reproduced):
         ensemble.ensemble_mean["student"].log_likelihood, abs=0.2
     )
     assert results.shift is not None
-    assert [found.label.split()[0] for found in results.shift.sets] == ["≤", "9"]
+    assert [test_set.label.split()[0] for test_set in results.shift.sets] == ["≤", "9"]
     assert len(results.shift.sets[0].estimators) == len(OUR_COLUMNS) + 4
     names = ("qm9.json", "qm9.md", "qm9-shift.md")
     drawn = (f"qm9-{end}.png" for end in ("power", "sizes", "shift"))

@@ -151,7 +151,7 @@ def test_weights_that_a_file_names(learned, folder, bomb, marker, no_figures, ba
     name = model and model.format(folder=folder)
     forge(learned, folder / "model.safetensors", representation(backbone, name, bomb))
     ended = run_all(folder)
-    assert [one.code for one in ended[1:]] == [2, 2, 2]
+    assert [command.code for command in ended[1:]] == [2, 2, 2]
     assert not marker.exists()
 
 
@@ -170,7 +170,7 @@ def test_calculators_that_a_file_names(soap, folder, marker, monkeypatch, no_fig
         put("settings", "baseline", value={"calculator": calculator}),
     )
     ended = run_all(folder)
-    codes = [one.code for one in ended[1:]]
+    codes = [command.code for command in ended[1:]]
     assert codes == ([0, 0, 0] if calculator == "sevennet" else [2, 2, 2]), ended[1].err
     if calculator != "sevennet":  # nor is it imported to train the model again, in whatever way
         model = AtomisticModel.load(folder / "model.safetensors")

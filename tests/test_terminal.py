@@ -11,11 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import ase.io
-import numpy as np
 import pytest
 import yaml
-from atomistic_fixtures import make_model
 from test_cli import SMALL_RUN, Ended, qualms
 
 from qualms import AtomisticModel
@@ -27,21 +24,6 @@ from qualms.report import Table
 NAME = os.fsdecode(b"gr\xf6\xdfe")
 COMMAND = [sys.executable, "-m", "qualms"]
 ESCAPES = "\x1b[2J\x07\x9b31m\x7f\r"
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory, molecules):
-    """A directory with a model, structures and predictions, which no test may change."""
-    folder = tmp_path_factory.mktemp("source")
-    model = make_model(units="eV", n_representatives=60, n_members=8).fit(molecules[:100])
-    model.save(folder / "model.safetensors")
-    ase.io.write(folder / "new.xyz", molecules[100:])
-    rng = np.random.default_rng(0)
-    std = rng.uniform(0.5, 2, size=60)
-    members = rng.normal(size=(60, 8)) * std[:, None]
-    columns = {"REF_e": std * rng.normal(size=60), "e_ensemble": members}
-    np.savez(folder / "members.npz", **columns)
-    return folder
 
 
 # --- output ---

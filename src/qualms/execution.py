@@ -113,7 +113,6 @@ class Workers:
         function: Callable[..., Result],
         parts: Iterable[Part],
         *shared: Any,
-        on_done: Callable[[Part], object] | None = None,
     ) -> Iterator[Result]:
         """Yield ``function(part, *shared)`` for each part, in order.
 
@@ -123,29 +122,23 @@ class Workers:
         parts : iterable
         *shared
             Further arguments of the function, the same for all parts.
-        on_done : callable, optional
-            Is called with each part when its result is there.
         """
         executor = self.executor or _ThisProcess()
-        waiting, pending = deque(parts), deque[tuple[Part, Future[Any]]]()
+        waiting, pending = deque(parts), deque[Future[Any]]()
         try:
             with _end_of_workers():
                 while waiting or pending:
                     # Workers may join at any time.
                     limit = 1 if self.executor is None else AHEAD * self.number
                     while waiting and len(pending) < limit:
-                        part = waiting.popleft()
-                        task = function, _process(), self.threads, part, *shared
-                        pending.append((part, executor.submit(_run, *task)))
-                    part, future = pending.popleft()
-                    result, messages = future.result()
+                        task = function, _process(), self.threads, waiting.popleft(), *shared
+                        pending.append(executor.submit(_run, *task))
+                    result, messages = pending.popleft().result()
                     for message in messages:
                         warnings.warn(message, QualmsWarning, stacklevel=2)
-                    if on_done is not None:
-                        on_done(part)
                     yield result
         finally:
-            for _, future in pending:
+            for future in pending:
                 future.cancel()
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from qualms.cli.options import READING, Force, Json, Quiet, reading, with_options
-from qualms.cli.terminal import Terminal, warn
+from qualms.cli.terminal import Terminal
+from qualms.errors import counted, warn
 
 _TARGET = Annotated[str | None, Option(help="Name of the property, if it is different here.")]
 _COLUMNS = ("member_keys", "mean_column", "std_column", "absent", "order")
@@ -37,7 +38,6 @@ def apply(
     from qualms.atomistic.structures import file_of
     from qualms.ensembles.apply import apply_calibration
     from qualms.ensembles.calibration_file import read_calibration
-    from qualms.errors import counted
     from qualms.io.files import check_not_input, check_output
 
     terminal = Terminal(quiet=quiet, as_json=as_json)

@@ -20,7 +20,8 @@ from qualms.cli.options import (
     reading,
     with_options,
 )
-from qualms.cli.terminal import Terminal, warn
+from qualms.cli.terminal import Terminal
+from qualms.errors import warn
 
 if TYPE_CHECKING:
     from qualms.ensembles.calibrate import Calibrated

@@ -22,8 +22,8 @@ from qualms.cli.options import (
     baseline_of,
     with_options,
 )
-from qualms.cli.terminal import Terminal, naming_files, warn
-from qualms.errors import InputError, counted
+from qualms.cli.terminal import Terminal, naming_files
+from qualms.errors import InputError, counted, warn
 
 if TYPE_CHECKING:
     from qualms.atomistic.bulk import Output
@@ -85,7 +85,7 @@ def predict(
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     check_output(output, force=force)
-    wanted = bulk.Output(
+    contents = bulk.Output(
         *(ensemble, interval, forces, stress, atoms, in_units, per, ignore_unknown),
         running["skip_failed"],
     )
@@ -93,8 +93,8 @@ def predict(
     threads, cluster = running["threads"], running["cluster"]
     file = bulk.ModelFile.of(model, threads=threads, baseline=baseline, weights=running["weights"])
     loaded = file.load()
-    _check_options(loaded, output, wanted)
-    target, (_, units) = loaded.settings.target, wanted.units(loaded)
+    _check_options(loaded, output, contents)
+    target, (_, units) = loaded.settings.target, contents.units(loaded)
     kind: Literal["atomic", "structure"] = "atomic" if loaded.fitted.per_atom else "structure"
     n: Counter[str] = Counter()
     # Before workers are started: there may be nothing to read.
@@ -108,11 +108,11 @@ def predict(
         naming_files(Places.of(structures)),
     ):
         if frames is None:
-            batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), wanted)
+            batches = bulk.predict_batches(loaded, enumerate(iter_frames(structures)), contents)
         else:
             workers = as_workers(executor, threads or 1)
             file = replace(file, threads=workers.threads)
-            batches = bulk.predict_parts(frames, file, wanted, workers)
+            batches = bulk.predict_parts(frames, file, contents, workers)
         for batch in batches:
             writer.write(**batch.arguments)
             n.update(batch.counts)
@@ -139,23 +139,23 @@ def predict(
     )
 
 
-def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
+def _check_options(model: AtomisticModel, output: Path, contents: Output) -> None:
     """Reject options that the model or the format of the output cannot fulfil."""
     from qualms.atomistic.forces import check_model
 
     is_table = output.suffix in (".csv", ".parquet")
     option = next(
-        (f"--{name}" for name in ("forces", "stress", "atoms") if getattr(wanted, name)), None
+        (f"--{name}" for name in ("forces", "stress", "atoms") if getattr(contents, name)), None
     )
-    if wanted.forces or wanted.stress:
+    if contents.forces or contents.stress:
         check_model(model.fitted)
-        if wanted.ignore_unknown:
+        if contents.ignore_unknown:
             raise InputError(
                 f"{option} and --ignore-unknown-species exclude each other: atoms that are ignored "
                 "have no forces.",
                 parameter=str(option),
             )
-    if wanted.atoms and model.fitted.per_atom:
+    if contents.atoms and model.fitted.per_atom:
         raise InputError(
             f"--atoms is for properties of structures, and {model.settings.target!r} is a property "
             "of atoms.",
@@ -166,18 +166,18 @@ def _check_options(model: AtomisticModel, output: Path, wanted: Output) -> None:
             f"{output} cannot hold the values of {option}: --output must end in .xyz or .npz.",
             parameter="--output",
         )
-    if (wanted.in_units or wanted.per) and not (is_table or output.suffix == ".npz"):
+    if (contents.in_units or contents.per) and not (is_table or output.suffix == ".npz"):
         # Programs that read structures assume eV.
-        option = "--in" if wanted.in_units else "--per"
+        option = "--in" if contents.in_units else "--per"
         raise InputError(
             f"{output} would be read in eV by other programs: with {option}, --output must end in "
             ".csv, .parquet or .npz.",
             parameter="--output",
         )
     extensive = model.settings.kind == "extensive"
-    if wanted.per not in (None, "structure") and (wanted.per != "atom" or not extensive):
+    if contents.per not in (None, "structure") and (contents.per != "atom" or not extensive):
         raise InputError(
-            f"--per {wanted.per} cannot be used: it is atom or structure, and for extensive "
+            f"--per {contents.per} cannot be used: it is atom or structure, and for extensive "
             f"properties only ({model.settings.target!r} is {model.settings.kind}).",
             parameter="--per",
         )

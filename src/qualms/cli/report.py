@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +14,11 @@ from qualms.cli.options import Force, Json, Quiet, with_options
 from qualms.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    from ase import Atoms
+
+    from qualms.arrays import Float64Array
     from qualms.atomistic.model import AtomisticModel
-    from qualms.report.structure_map import AtomValues, Coordinates
+    from qualms.report.structure_map import AtomValues, Coordinates, Properties
 
 
 @with_options(OPTIONS)
@@ -40,10 +44,12 @@ def report(
     model = evaluated.model
     names = [path.name for path in files]
     of = ", ".join(names) if model is None else f"{names[0]} on {', '.join(names[1:])}"
-    values, coordinates = None, None
-    if model is not None:
-        values = _atom_values(model, main.frames or (), options["in_units"])
-        coordinates = _coordinates(model, main.frames or ())
+    values: AtomValues | None = None
+    coordinates: Coordinates | None = None
+    if model is not None and main.frames is not None:
+        coordinates = partial(_coordinates, model, main.frames)
+        if not model.fitted.per_atom:
+            values = partial(_atom_values, model, main.frames, options["in_units"])
     written = write_report(
         output,
         evaluated.evaluations,
@@ -85,36 +91,32 @@ def report(
     )
 
 
-def _coordinates(model: AtomisticModel, frames: Sequence[Any]) -> Coordinates:
-    """Return a function that computes the axes of the map: kernel principal components."""
+def _coordinates(
+    model: AtomisticModel, frames: Sequence[Atoms], indices: Sequence[int]
+) -> Sequence[Float64Array]:
+    """Return the kernel principal components of some structures: the axes of the map."""
     from qualms.atomistic.evaluation import kernel_components
 
-    return lambda some: kernel_components(model, [frames[i] for i in some])
+    return kernel_components(model, [frames[i] for i in indices])
 
 
 def _atom_values(
-    model: AtomisticModel, frames: Sequence[Any], in_units: str | None
-) -> AtomValues | None:
-    """Return a function that computes novelty and uncertainties of atoms for the map."""
+    model: AtomisticModel, frames: Sequence[Atoms], in_units: str | None, indices: Sequence[int]
+) -> Properties:
+    """Return novelty and uncertainties of the atoms of some structures, for the map."""
     import numpy as np
 
     from qualms.evaluation import energy_factor
-    from qualms.report.structure_map import NOVELTY, Properties
+    from qualms.report.structure_map import NOVELTY
 
-    if model.fitted.per_atom:
-        return None
     names = (NOVELTY, "σ of the contribution", "σ of the force")
     energies = (model.settings.units, model.settings.units_of("forces"))
     units = [(1.0, ""), *(energy_factor(name, in_units) for name in energies)]
-
-    def atom_values(some: Sequence[int]) -> Properties:
-        has_forces = model.fitted.settings.has_forces
-        prediction = model.predict([frames[i] for i in some], forces=has_forces, atoms=True)
-        columns = [prediction.atom_novelty, [part.std for part in prediction.atoms]]
-        columns += [prediction.force_std] if has_forces else []
-        return {
-            name: (np.concatenate(values) * factor, unit)
-            for name, (factor, unit), values in zip(names, units, columns, strict=False)
-        }
-
-    return atom_values
+    has_forces = model.fitted.settings.has_forces
+    prediction = model.predict([frames[i] for i in indices], forces=has_forces, atoms=True)
+    columns = [prediction.atom_novelty, [part.std for part in prediction.atoms]]
+    columns += [prediction.force_std] if has_forces else []
+    return {
+        name: (np.concatenate(values) * factor, unit)
+        for name, (factor, unit), values in zip(names, units, columns, strict=False)
+    }

@@ -10,18 +10,12 @@ from collections import defaultdict
 from qualms.atomistic.settings import Settings
 from qualms.cli.train import ENTRIES
 
-_WIDTH = 90
 #: Examples of entries without a default.
 _EXAMPLES = {"data": "data.xyz", "output": "model.safetensors", "target": "energy"}
 
 
 def template() -> None:
-    """Run ``qualms template``."""
-    sys.stdout.write(template_text())
-
-
-def template_text() -> str:
-    """Return a configuration file with every setting, its default and a comment."""
+    """Run ``qualms template``: write every setting, its default and a comment."""
     groups: dict[str, list[str]] = defaultdict(list)
     groups["files"] = [_entry(name, "", None, text) for name, text in ENTRIES.items()]
     for name, field in Settings.model_fields.items():
@@ -33,7 +27,7 @@ def template_text() -> str:
     parts = (
         f"\n# --- {name.capitalize()} ---\n\n" + "\n".join(lines) for name, lines in groups.items()
     )
-    return head + "".join(parts)
+    sys.stdout.write(head + "".join(parts))
 
 
 def _entry(name: str, type_: str, default: object, text: str) -> str:
@@ -41,5 +35,5 @@ def _entry(name: str, type_: str, default: object, text: str) -> str:
     # Texts of JSON are texts of YAML.
     value = json.dumps(_EXAMPLES.get(name, default), ensure_ascii=False)
     comment = f"{text} ({type_})" if type_ else text
-    lines = textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# ")
+    lines = textwrap.wrap(comment, 90, initial_indent="# ", subsequent_indent="# ")
     return "\n".join([*lines, f"{name}: {value}\n"])

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from qualms.errors import QualmsError, QualmsWarning
 
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.segment import Segment
 
+    from qualms.atomistic.structures import FrameFiles, Places
     from qualms.cli.app import Verb
     from qualms.progress import Bars
 
 #: The verb that runs, and the structures that it reads.
 running_verb: ContextVar[Verb | None] = ContextVar("running_verb", default=None)
-_located: ContextVar[Located | None] = ContextVar("located", default=None)
+_located: ContextVar[FrameFiles | Places | None] = ContextVar("located", default=None)
 
 
 def printable(text: str) -> str:
@@ -100,11 +101,6 @@ class Terminal(logging.Handler):
         return Bars(self._err)
 
 
-def warn(text: str) -> None:
-    """Issue a warning of a command."""
-    warnings.warn(text, QualmsWarning, stacklevel=2)
-
-
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
     """Show warnings of qualms as single lines, once each, and hide those of libraries."""
@@ -169,15 +165,8 @@ def in_options(message: str) -> str:
 # --- files of structures ---
 
 
-class Located(Protocol):
-    """Structures whose files are known."""
-
-    def place(self, index: int) -> tuple[str, int]:
-        """Return the name of the file of a structure, and its number there."""
-
-
 @contextmanager
-def naming_files(frames: Located) -> Iterator[None]:
+def naming_files(frames: FrameFiles | Places) -> Iterator[None]:
     """Name the file of a structure in errors and warnings: "Structure 0 of new.xyz"."""
     token = _located.set(frames)
     try:

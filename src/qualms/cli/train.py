@@ -26,8 +26,8 @@ from qualms.cli.options import (
     read_yaml,
     with_options,
 )
-from qualms.cli.terminal import Located, Terminal, naming_files, warn
-from qualms.errors import InputError, did_you_mean
+from qualms.cli.terminal import Terminal, naming_files
+from qualms.errors import InputError, did_you_mean, warn
 from qualms.features.learned import make_backbone
 
 if TYPE_CHECKING:
@@ -119,7 +119,14 @@ def train(
     """Run ``qualms train``."""
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.settings import parse_memory
-    from qualms.atomistic.structures import FrameFiles, file_of, read_files, readable, species_of
+    from qualms.atomistic.structures import (
+        FrameFiles,
+        Places,
+        file_of,
+        read_files,
+        readable,
+        species_of,
+    )
     from qualms.cli.evaluate import remarks_about
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.progress import Stages
@@ -148,7 +155,7 @@ def train(
     size = sum(file.stat().st_size for file in map(file_of, data) if file.is_file())
     is_large = 20 * size > parse_memory(model.settings.memory)
     frames: Any
-    places: Located
+    places: FrameFiles | Places
     if cluster is not None or (is_large and readable(data)):
         frames = places = FrameFiles.open(data)
     else:
@@ -167,9 +174,10 @@ def train(
                 skip_failed=skip_failed,
                 executor=executor,
             )
+        document = summary_document(model)
         with written_together():
             model.save(output, force=force)
-            _write_summary(summary, summary_document(model), force=force)
+            _write_summary(summary, document, force=force)
         if test_files is not None:
             stages = Stages(terminal.progress())
             with naming_files(test_files):
@@ -178,7 +186,7 @@ def train(
                 )
             for remark in remarks_about(model, evaluations):
                 terminal.info(remark)
-    document, parts = summary_document(model), list[Any]()
+    parts: list[Any] = []
     for quantity, evaluation in evaluations.items():
         assessment, target = assess(evaluation), evaluation.target
         key = "test" if quantity == "energy" else f"{quantity}_test"

@@ -134,17 +134,17 @@ def read_qm9pack() -> Generator[Record]:
 
 def _read_csv(path: Path) -> Generator[Record]:
     """Yield the molecules of one of the tables of qm9pack."""
-    wanted = ("Index", "Elements", "XYZ_Ang", *ENERGIES.values())
+    names = ("Index", "Elements", "XYZ_Ang", *ENERGIES.values())
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.reader(file)
             header = next(rows, [])
-            columns = {name: header.index(name) for name in wanted}
+            columns = {name: header.index(name) for name in names}
             for row in rows:
                 yield int(row[columns["Index"]]), partial(_csv_molecule, columns, row)
     except (OSError, ValueError, IndexError, csv.Error) as error:
         raise InputError(
-            f"The table {path.name} of qm9pack does not have the columns {', '.join(wanted)}: "
+            f"The table {path.name} of qm9pack does not have the columns {', '.join(names)}: "
             f"{error}. Install it again: pip install 'qualms[qm9]'.",
             parameter="source",
         ) from error
@@ -165,7 +165,7 @@ def _csv_molecule(columns: Mapping[str, int], row: list[str]) -> Molecule:
 
 def read_archive(path: Path) -> Generator[Record]:
     """Yield the molecules of ``dsgdb9nsd.xyz.tar.bz2`` while it is being decompressed."""
-    n_found = 0
+    n_molecules = 0
     try:
         # tarfile takes a truncated download for the end of the archive; bz2 raises an error.
         with bz2.open(path) as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -175,13 +175,13 @@ def read_archive(path: Path) -> Generator[Record]:
                     continue
                 text = file.read().decode("ascii")
                 index = int(text.split("\n", 2)[1].split()[1])
-                n_found += 1
+                n_molecules += 1
                 yield index, partial(_xyz_molecule, text)
-        if n_found == 0:
+        if n_molecules == 0:
             raise ValueError("it has no .xyz file")
     except (OSError, EOFError, ValueError, IndexError, tarfile.TarError) as error:
         raise InputError(
-            f"{str(path)!r} cannot be read as an archive of QM9; that failed after {n_found} "
+            f"{str(path)!r} cannot be read as an archive of QM9; that failed after {n_molecules} "
             f"molecules: {error}. `source` is {SOURCES}.",
             parameter="source",
         ) from error

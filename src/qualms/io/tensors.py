@@ -30,7 +30,7 @@ AnyArray = NDArray[Any]
 DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 #: Accepted types and their names in safetensors.
-_DTYPES = {np.dtype(f"<{t}"): f"{t[0].upper()}{8 * int(t[1])}" for t in
+DTYPES = {np.dtype(f"<{t}"): f"{t[0].upper()}{8 * int(t[1])}" for t in
            ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8")}  # fmt: skip
 #: Largest number of a tensor: squares and products with others are still finite.
 LARGEST = 1e100
@@ -91,7 +91,7 @@ def write_tensors(
         # safetensors ignores strides and byte order.
         values = np.asarray(array, order="C")
         values = values.astype(values.dtype.newbyteorder("<"), copy=False)
-        if values.dtype not in _DTYPES or not _is_bounded(values):
+        if values.dtype not in DTYPES or not _is_bounded(values):
             raise InputError(
                 f"The array {name!r} of type {values.dtype} cannot be stored. Arrays are integers, "
                 f"float32 or float64, finite and at most {LARGEST:g}.",
@@ -100,7 +100,7 @@ def write_tensors(
         stored[name] = values
     text = document.model_dump_json()
     metadata = {"format": format, "version": str(version), "document": text}
-    metadata["checksum"] = _checksum(metadata, stored)
+    metadata["checksum"] = checksum(metadata, stored)
     with atomic_path(path, force=force) as temporary:
         save_file(stored, temporary, metadata=metadata)
 
@@ -125,12 +125,12 @@ def read_tensors(
         metadata = _read_metadata(content, format, version)
         arrays: dict[str, AnyArray] = load(content)
         for name, array in arrays.items():
-            if array.dtype not in _DTYPES:
+            if array.dtype not in DTYPES:
                 raise ValueError(f"tensor {ascii(name)[:60]} is {array.dtype}")
             if not _is_bounded(array):
                 problem = f"has NaN, infinity or numbers above {LARGEST:g}"
                 raise ValueError(f"tensor {ascii(name)[:60]} {problem}")
-        if _checksum(metadata, arrays) != metadata["checksum"]:
+        if checksum(metadata, arrays) != metadata["checksum"]:
             raise ValueError("the checksum does not match: the file is damaged")
         return arrays, document_type.model_validate_json(metadata["document"])
     except OSError as error:
@@ -186,9 +186,9 @@ def _is_bounded(array: AnyArray) -> bool:
     return array.size == 0 or -LARGEST <= float(array.min()) <= float(array.max()) <= LARGEST
 
 
-def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, AnyArray]) -> str:
+def checksum(metadata: Mapping[str, str], arrays: Mapping[str, AnyArray]) -> str:
     """Return the SHA-256 of metadata, names, types, shapes and tensors, in the order of names."""
-    table = [[name, _DTYPES[a.dtype], list(a.shape)] for name, a in sorted(arrays.items())]
+    table = [[name, DTYPES[a.dtype], list(a.shape)] for name, a in sorted(arrays.items())]
     head = [metadata["format"], metadata["version"], metadata["document"], table]
     digest = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
     for name in sorted(arrays):
