@@ -34,18 +34,11 @@ from ase.outputs import Properties, all_outputs
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_integer, check_number
-from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.delta import StoredPotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predictions import (
-    Request,
-    StructurePrediction,
-    check_frames,
-    force_norm,
-    member_energies,
-)
+from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
 from qualms.calibration.members import calibrated_members, source_members
 from qualms.errors import (
     CalibrationError,
@@ -263,11 +256,10 @@ class ModelCalculator(UncertaintyCalculator):
     ) -> StructurePrediction:
         """Return the prediction of a structure."""
         if not isinstance(self.model, AtomisticModel):
-            options = {"forces": forces, "stress": stress} if forces else {}
-            return self.model.predict([atoms], **options).structure(0)
+            return self.model.predict([atoms], forces=forces, stress=stress).structure(0)
         novelty = "novelty" in self._needs
         request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
-        smooth = self.model.fitted.representation.has_derivatives
+        smooth = "forces" in self.implemented_properties
         (prediction,) = self.model.stream([atoms], request, smooth=smooth)
         return prediction.structure(0)
 
@@ -276,13 +268,13 @@ class ModelCalculator(UncertaintyCalculator):
     ) -> Results:
         """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
         check_model(model.fitted)
-        check_frames(model.fitted, [atoms])
+        (chunk,) = model.chunks([atoms], features=False)
         if self._potential is None:
             self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
         with limited(model.threads, len(atoms)):
             learned = derivatives(self._potential, [atoms], strain=stress)
-        design = structure_design([atoms], model.fitted.baseline.species)
-        others = member_energies(model.fitted, design, np.zeros((1, len(c))))[0] @ c * len(atoms)
+        baselines = model.fitted.with_baseline(np.zeros((1, len(c))), chunk.design)[0]
+        others = baselines @ c * len(atoms)
         results: Results = {"energy": float(learned.energies[0, 0] + others)}
         results["forces"] = learned.forces[..., 0]
         if learned.virials is not None:
