@@ -20,11 +20,12 @@ from ase import Atoms
 from qualms.arrays import Float64Array
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
+from qualms.atomistic.quantities import DERIVATIVES, TARGET
 from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input
-from qualms.io.predictions import EXTRAPOLATES
+from qualms.io.predictions import DOF, EXTRAPOLATES
 from qualms.prediction import Prediction
 
 
@@ -100,10 +101,9 @@ def predict_batches(
     output : Output
     """
     target, (factor, units) = model.settings.target, output.units(model)
-    derivatives = output.forces or output.stress
+    quantities = {target: TARGET} | {n: n for n in DERIVATIVES if getattr(output, n)}
     if output.skip_failed and model.reference is not None:
-        how = {"forces": derivatives, "stress": output.stress}
-        numbered = model.reference.computable(numbered, **how)
+        numbered = model.reference.computable(numbered, forces=output.forces, stress=output.stress)
     waiting: deque[int] = deque()
 
     def frames() -> Iterator[Atoms]:
@@ -135,6 +135,9 @@ def predict_batches(
         extra: dict[str, list[Any]] = {EXTRAPOLATES: batch.extrapolates.tolist()}
         if units:
             extra[f"{target}_units"] = [units] * len(parts.frames)
+        for key, quantity in quantities.items():
+            if (dof := model.fitted.predictive_dof(quantity)) is not None:
+                extra[f"{key}{DOF}"] = [dof] * len(parts.frames)
         arguments = {
             "frames": parts.frames,
             "prediction": prediction,

@@ -33,6 +33,8 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
+#: Ending of the key of the degrees of freedom of the errors of a quantity.
+DOF = "_dof"
 
 #: Rows of a table that are written to Parquet together.
 ROW_GROUP = 10_000
