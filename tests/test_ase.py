@@ -166,10 +166,10 @@ def test_novelty_of_a_structure_and_of_its_atoms(water_model, water):
     assert "novelty" not in calc.results
     found = water_model.predict([water], atoms=True)
     assert calc.get_property("novelty", water) == pytest.approx(found.novelty[0], rel=1e-4)
-    np.testing.assert_allclose(calc.results["novelties"], found.atom_novelty[0], rtol=1e-4)
-    assert calc.results["novelty"] == pytest.approx(calc.results["novelties"].max())
+    np.testing.assert_allclose(calc.results["atom_novelty"], found.atom_novelty[0], rtol=1e-4)
+    assert calc.results["novelty"] == pytest.approx(calc.results["atom_novelty"].max())
     assert water.info["extrapolates"] == calc.results["extrapolates"] == found.extrapolates[0]
-    assert "novelties" in water.arrays
+    assert "atom_novelty" in water.arrays
     with pytest.raises(PropertyNotImplementedError):
         Calculator(PairCommittee()).get_property("novelty", water)
 

@@ -63,7 +63,7 @@ Calibrate = Callable[[Float64Array], Float64Array]
 _NEEDS: dict[str, frozenset[str]] = {
     name: frozenset(needs.split())
     for needs, names in {
-        "novelty": ("novelty", "novelties", "extrapolates", "extrapolation_reason"),
+        "novelty": ("novelty", "atom_novelty", "extrapolates", "extrapolation_reason"),
         "forces": ("forces", "forces_uncertainty", "forces_ensemble"),
         "forces stress": ("stress", "stress_uncertainty", "stress_ensemble"),
         "forces gradient": ("energy_uncertainty_gradient",),
@@ -76,7 +76,7 @@ _OF_STRUCTURES = (
     "energy_uncertainty", "energy_ensemble", "energy_predicted", "stress_uncertainty",
     "stress_ensemble", "weight", "novelty", "extrapolates", "extrapolation_reason",
 )  # fmt: skip
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "novelties")
+_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "atom_novelty")
 
 
 # --- derivatives of calibrated members ---
@@ -496,7 +496,7 @@ class Calculator(ModelCalculator):
       In ``atoms.info`` the latter has 6 N_R numbers, member by member;
     - ``energy_uncertainty_gradient`` (n, 3) and ``energy_uncertainty_stress`` (6,): derivatives of
       ``energy_uncertainty``, eV/Å and eV/Å³;
-    - ``novelty`` of the structure, ``novelties`` (n,) of its atoms, ``extrapolates`` and
+    - ``atom_novelty`` (n,), ``novelty``, the largest of these, ``extrapolates`` and
       ``extrapolation_reason``, of an `AtomisticModel`: see `qualms.atomistic.predictions`. They are
       computed once one of them was requested.
 
@@ -602,7 +602,7 @@ class Calculator(ModelCalculator):
         }
         if energy.parts.atom_novelty is not None:
             results["novelty"] = float(energy.novelty[0])
-            results["novelties"] = energy.atom_novelty[0]
+            results["atom_novelty"] = energy.atom_novelty[0]
             results["extrapolates"] = bool(energy.extrapolates[0])
             results["extrapolation_reason"] = energy.reasons[0]
         return results

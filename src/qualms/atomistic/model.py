@@ -485,9 +485,6 @@ def structures_of(frames: _Structures) -> Iterable[Atoms]:
 
 # --- summary --------------------------------------------------------------------------------------
 
-#: What a prediction is, by the share of the ensemble mean; otherwise it is a blend.
-_CENTRES = {0.0: "full model", 1.0: "ensemble mean"}
-
 
 def summarize(fitted: Fitted) -> dict[str, str]:
     """Return settings, data, errors and calibrations of a model, a text for each subject."""
@@ -504,6 +501,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "duplicates": record.n_duplicates,
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    centres = {0.0: "full model", 1.0: "ensemble mean"}
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
     size = f"{record.effective_rank}"
     if record.effective_rank != settings.n_representatives:
@@ -525,7 +523,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),
         "members": f"{' and '.join(kinds)}; predictions have {_independent(fitted)}",
-        "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
+        "prediction": f"{centres.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
     }
     for name, of_quantity in record.quantities.items():

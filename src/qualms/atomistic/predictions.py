@@ -367,9 +367,10 @@ def stream_chunks(
             yield reduced, inside
 
     representation, some, first = fitted.representation, structures(), 0
-    batches = _without_features(some, batch)
     if features:
         batches = stream_features(representation, some, n_workers=threads, batch=batch)
+    else:
+        batches = _without_features(some, batch)
     for part in batches:
         taken = [waiting.popleft() for _ in part.sizes]
         originals, reduced, centers, states = (list(column) for column in zip(*taken, strict=True))

@@ -41,14 +41,13 @@ ROW_GROUP = 10_000
 
 
 class _Batch(NamedTuple):
-    """Predictions of some structures; `start` structures were written before.
+    """Predictions of some structures.
 
     `numbers` are those of the structures in tables. `rows` are the predicted atoms of each
     structure, for properties of atoms. `ends` are where the rows of each structure begin and end in
     `values`: prediction, standard deviation and members.
     """
 
-    start: int
     numbers: IntArray
     frames: Sequence[Atoms]
     rows: list[IntArray] | None
@@ -131,9 +130,9 @@ class PredictionWriter:
                         f"{name!r} of `{parameter}` has {len(array)} rows, not {n}.",
                         parameter=parameter,
                     )
-        start = self.n_structures
-        index = range(start, start + len(frames)) if numbers is None else numbers
-        self._write(_Batch(start, np.array(index), frames, atoms, ends, values, *parts))
+        first = self.n_structures
+        index = range(first, first + len(frames)) if numbers is None else numbers
+        self._write(_Batch(np.array(index), frames, atoms, ends, values, *parts))
         self.n_structures += len(frames)
 
     def _write(self, batch: _Batch) -> None:
@@ -312,7 +311,7 @@ class _NPZWriter(PredictionWriter):
         arrays = {**batch.values, **batch.extra, **batch.arrays, **batch.tensors}
         arrays["n_atoms"] = np.array([len(frame) for frame in batch.frames], dtype=np.int64)
         if batch.rows is not None:
-            structures = np.arange(batch.start, batch.start + len(batch.frames))
+            structures = self.n_structures + np.arange(len(batch.frames))
             arrays["structure"] = np.repeat(structures, np.diff(batch.ends))
             arrays["atom"] = np.concatenate([*batch.rows, np.empty(0, dtype=np.intp)])
         for name, array in arrays.items():
