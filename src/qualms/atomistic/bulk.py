@@ -121,7 +121,7 @@ def predict_batches(
         if output.forces:
             arrays |= _components("forces", batch.forces, output)
         if output.stress:
-            tensors |= _stresses(batch, model, output)
+            tensors |= _stresses(batch, output)
         if output.atoms:
             arrays |= _atom_arrays(target, batch, output)
         prediction: Prediction = batch
@@ -196,17 +196,13 @@ def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]
 # --- forces, stresses and atoms ---
 
 
-def _stresses(batch: StructurePrediction, model: AtomisticModel, output: Output) -> dict[str, Any]:
+def _stresses(batch: StructurePrediction, output: Output) -> dict[str, Any]:
     """Return stresses, NaN for structures without a volume."""
-    solid, stress = batch.is_solid, batch.parts.stress
-    n_members = model.fitted.n_members if output.ensemble else 0
-    widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
-    if output.interval is not None and "stress" in model.fitted.calibrations:
-        widths |= {"stress_lower": 6, "stress_upper": 6}
-    tensors = {key: np.full((len(solid), n), np.nan) for key, n in widths.items() if n}
-    if stress is not None:
-        for key, values in _components("stress", stress, output).items():
-            tensors[key][solid] = values
+    solid, tensors = batch.is_solid, {}
+    assert batch.parts.stress is not None
+    for key, values in _components("stress", batch.parts.stress, output).items():
+        tensors[key] = np.full((len(solid), values.shape[1]), np.nan)
+        tensors[key][solid] = values
     return tensors
 
 
@@ -220,8 +216,9 @@ def _components(name: str, prediction: Prediction, output: Output) -> dict[str, 
         limits = prediction.interval(output.interval, "conformal")
         arrays |= dict(zip((f"{name}_lower", f"{name}_upper"), limits, strict=True))
     if output.ensemble:
+        n, k, n_members = prediction.members.shape
         by_member = prediction.members.transpose(0, 2, 1)
-        arrays[f"{name}_ensemble"] = by_member.reshape(len(by_member), -1)
+        arrays[f"{name}_ensemble"] = by_member.reshape(n, n_members * k)
     return arrays
 
 

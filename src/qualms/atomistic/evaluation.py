@@ -99,15 +99,12 @@ def find_references(
             "out with `unknown_species='skip'`, or train with these elements.",
             parameter="frames",
         )
-    kept = {
-        name: reference.some(~np.isin(reference.structure, unknown))
-        for name, reference in references.items()
-    }
-    return {
-        n: replace(reference, n_unknown=len(unknown))
-        for n, reference in kept.items()
-        if len(reference.y)
-    }
+    usable = {}
+    for name, reference in references.items():
+        has_known_species = ~np.isin(reference.structure, unknown)
+        if has_known_species.any():
+            usable[name] = replace(reference.some(has_known_species), n_unknown=len(unknown))
+    return usable
 
 
 def _components(

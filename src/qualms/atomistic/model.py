@@ -198,7 +198,7 @@ class AtomisticModel:
         predicted = StructurePrediction.join(
             [*self.stream(frames, request, unknown_species=unknown_species)]
         )
-        if stress and predicted.parts.stress is None:
+        if stress and not predicted.is_solid.any():
             raise InputError(
                 "No structure has a cell with a volume, and without one there is no stress.",
                 parameter="stress",

@@ -60,7 +60,8 @@ class Parts(NamedTuple):
 
     frames: list[Atoms]
     forces: Prediction | None = None  #: (n_atoms, 3): of all structures, in order
-    stress: Prediction | None = None  #: (n_solid, 6): of structures with a volume, in order
+    #: (n_solid, 6): of structures with a volume, in order; there may be none
+    stress: Prediction | None = None
     #: atoms of each structure whose environments are used: of known elements, and of the species of
     #: an atomic property
     centers: list[IntArray] | None = None
@@ -122,9 +123,9 @@ class StructurePrediction(Prediction):
     @property
     def stress(self) -> Prediction:
         """Stresses of all structures that have a volume."""
-        if self.parts.stress is None and not self.is_solid.any():
-            raise AttributeError("The cell has no volume, so that there is no stress.")
         stress: Prediction = _asked("stress", self.parts.stress)
+        if not self.is_solid.any():
+            raise AttributeError("The cell has no volume, so that there is no stress.")
         return stress
 
     @property
@@ -199,7 +200,7 @@ class StructurePrediction(Prediction):
             if value is None:
                 parts[name] = None
             elif name in DERIVATIVES:
-                parts[name] = value[rows(name)] if len(rows(name)) else None
+                parts[name] = value[rows(name)]
             elif name in ("process", "novelty_std"):
                 parts[name] = value[..., rows(TARGET)]
             elif isinstance(value, list):
@@ -215,7 +216,7 @@ class StructurePrediction(Prediction):
         target, parts = alone.energy, alone.parts
         if not self.is_atomic:
             target = target[0]
-        if parts.stress is not None:
+        if parts.stress is not None and alone.is_solid[0]:
             parts = parts._replace(stress=parts.stress[0])
         return StructurePrediction(target, parts, is_atomic=self.is_atomic)
 
@@ -264,7 +265,7 @@ class Chunk:
     """Some structures to predict, and their features."""
 
     frames: list[Atoms]  #: as they were given
-    known: list[Atoms]  #: without atoms of unknown species
+    reduced: list[Atoms]  #: without atoms of unknown species
     centers: list[IntArray]  #: the atoms of `frames` whose environments are used
     batch: Batch  #: features of these environments; none if derivatives are predicted
     fitted: Fitted
@@ -276,7 +277,7 @@ class Chunk:
     def factors(self) -> Float64Array:
         """Factor of each prediction: the number of atoms if the target is extensive, or one."""
         if self.fitted.settings.kind == "extensive":
-            return np.array([len(atoms) for atoms in self.known], dtype=np.float64)
+            return np.array([len(atoms) for atoms in self.reduced], dtype=np.float64)
         return np.ones(len(self.design))
 
     @cached_property
@@ -284,7 +285,7 @@ class Chunk:
         """Design matrix of the baseline, a row for each prediction."""
         if self.fitted.per_atom:
             return self.atom_design
-        return structure_design(self.known, self.fitted.baseline.species)
+        return structure_design(self.reduced, self.fitted.baseline.species)
 
     @property
     def center_species(self) -> IntArray:
@@ -448,15 +449,15 @@ def predict_chunk(
     offsets = chunk.batch.offsets
     edges = list(pairwise(offsets))
     if raw.forces is not None and request.forces:
-        _warn_about_lone_atoms(fitted, chunk.known, raw.forces)
-        n = [len(atoms) for atoms in chunk.known]
-        numbers = np.concatenate([atoms.numbers for atoms in chunk.known])
+        _warn_about_lone_atoms(fitted, chunk.reduced, raw.forces)
+        n = [len(atoms) for atoms in chunk.reduced]
+        numbers = np.concatenate([atoms.numbers for atoms in chunk.reduced])
         forces = fitted.calibrated(
             "forces", raw.forces, numbers=numbers, factors=np.repeat(factors, n)
         )
-    solid = np.array([atoms.cell.rank == 3 for atoms in chunk.known])
-    if raw.virials is not None and solid.any():
-        volumes = np.array([atoms.cell.volume for atoms in chunk.known])[solid, None, None]
+    solid = np.array([atoms.cell.rank == 3 for atoms in chunk.reduced])
+    if raw.virials is not None:
+        volumes = np.array([atoms.cell.volume for atoms in chunk.reduced])[solid, None, None]
         stress = fitted.calibrated("stress", raw.virials[solid] / volumes, factors=factors[solid])
     if raw.atoms is not None:
         contributions = [
@@ -477,7 +478,7 @@ def predict_chunk(
         process *= chunk.factors
     if reference is not None:
         values = reference.evaluate(
-            chunk.known,
+            chunk.reduced,
             forces=request.forces,
             stress=request.stress,
             indices=range(chunk.first, chunk.first + len(chunk.frames)),
@@ -528,7 +529,7 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
 
 def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
     """Return members of energies and of their derivatives, from one pass over the features."""
-    fitted, frames = chunk.fitted, chunk.known
+    fitted, frames = chunk.fitted, chunk.reduced
     n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
     novelty, atoms = np.empty(n_atoms), np.zeros((n_atoms, R))
     forces, virials = np.empty((n_atoms, 3, R)), np.full((len(frames), 6, R), np.nan)
@@ -591,7 +592,7 @@ def _reasons(
     if not fitted.per_atom:
         determined = fitted.baseline.is_determined(chunk.design)
     reasons = []
-    for s, (atoms, reduced) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
+    for s, (atoms, reduced) in enumerate(zip(chunk.frames, chunk.reduced, strict=True)):
         texts = []
         if len(atoms) > len(reduced):
             others = {*atoms.numbers.tolist()} - {*fitted.representation.species}

@@ -141,6 +141,16 @@ class PredictionWriter:
     def _finish(self) -> None:
         """Write the parts that depend on all batches."""
 
+    def _collect(self, arrays: Arrays) -> None:
+        for name, array in arrays.items():
+            self._arrays.setdefault(name, []).append(array)
+
+    def _collected(self) -> Arrays:
+        """Return the arrays of all batches since the last time, each as one."""
+        arrays = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
+        self._arrays = {}
+        return arrays
+
 
 @contextlib.contextmanager
 def open_writer(
@@ -281,8 +291,7 @@ class _ParquetWriter(PredictionWriter):
 
     def _write(self, batch: _Batch) -> None:
         columns = _table(batch)
-        for name, column in columns.items():
-            self._arrays.setdefault(name, []).append(column)
+        self._collect(columns)
         self._n_rows += len(columns["index"])
         if self._n_rows >= ROW_GROUP:
             self._write_group()
@@ -291,12 +300,11 @@ class _ParquetWriter(PredictionWriter):
         import pyarrow
         from pyarrow import parquet
 
-        columns = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
-        table = pyarrow.table(columns)
+        table = pyarrow.table(self._collected())
         if self._writer is None:
             self._writer = parquet.ParquetWriter(self._stream, table.schema)
         self._writer.write_table(table)
-        self._arrays, self._n_rows = {}, 0
+        self._n_rows = 0
 
     def _finish(self) -> None:
         if self._arrays or self._writer is None:
@@ -314,11 +322,10 @@ class _NPZWriter(PredictionWriter):
             structures = self.n_structures + np.arange(len(batch.frames))
             arrays["structure"] = np.repeat(structures, np.diff(batch.ends))
             arrays["atom"] = np.concatenate([*batch.rows, np.empty(0, dtype=np.intp)])
-        for name, array in arrays.items():
-            self._arrays.setdefault(name, []).append(array)
+        self._collect(arrays)
 
     def _finish(self) -> None:
-        write_npz(self._stream, {n: np.concatenate(parts) for n, parts in self._arrays.items()})
+        write_npz(self._stream, self._collected())
 
 
 _WRITERS: dict[str, type[PredictionWriter]] = {
