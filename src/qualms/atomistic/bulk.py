@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import Float64Array
+from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
-from qualms.atomistic.quantities import DERIVATIVES, TARGET
 from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
@@ -101,9 +100,9 @@ def predict_batches(
     output : Output
     """
     target, (factor, units) = model.settings.target, output.units(model)
-    quantities = {target: TARGET} | {n: n for n in DERIVATIVES if getattr(output, n)}
+    of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
     if output.skip_failed and model.reference is not None:
-        numbered = model.reference.computable(numbered, forces=output.forces, stress=output.stress)
+        numbered = model.reference.computable(numbered, forces=of_forces, stress=output.stress)
     waiting: deque[int] = deque()
 
     def frames() -> Iterator[Atoms]:
@@ -112,16 +111,18 @@ def predict_batches(
             yield atoms
 
     unknown = "ignore" if output.ignore_unknown else "error"
-    of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
     request = Request(of_forces, output.stress, output.atoms)
     for batch in model.stream(frames(), request, unknown_species=unknown):
         parts, centers = batch.parts, batch.parts.centers or []
         arrays: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
+        quantities = {target: batch.energy}
         if output.forces:
+            quantities["forces"] = batch.forces
             arrays |= _components("forces", batch.forces, output)
-        if output.stress:
-            tensors |= _stresses(batch, output)
+        if parts.stress is not None:
+            quantities["stress"] = parts.stress
+            tensors |= _stresses(parts.stress, batch.is_solid, output)
         if output.atoms:
             arrays |= _atom_arrays(target, batch, output)
         prediction: Prediction = batch
@@ -135,9 +136,9 @@ def predict_batches(
         extra: dict[str, list[Any]] = {EXTRAPOLATES: batch.extrapolates.tolist()}
         if units:
             extra[f"{target}_units"] = [units] * len(parts.frames)
-        for key, quantity in quantities.items():
-            if (dof := model.fitted.predictive_dof(quantity)) is not None:
-                extra[f"{key}{DOF}"] = [dof] * len(parts.frames)
+        for name, of in quantities.items():
+            if of.dof is not None:
+                extra[f"{name}{DOF}"] = [of.dof] * len(parts.frames)
         arguments = {
             "frames": parts.frames,
             "prediction": prediction,
@@ -196,13 +197,12 @@ def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]
 # --- forces, stresses and atoms ---
 
 
-def _stresses(batch: StructurePrediction, output: Output) -> dict[str, Any]:
+def _stresses(stress: Prediction, is_solid: BoolArray, output: Output) -> dict[str, Any]:
     """Return stresses, NaN for structures without a volume."""
-    solid, tensors = batch.is_solid, {}
-    assert batch.parts.stress is not None
-    for key, values in _components("stress", batch.parts.stress, output).items():
-        tensors[key] = np.full((len(solid), values.shape[1]), np.nan)
-        tensors[key][solid] = values
+    tensors = {}
+    for key, values in _components("stress", stress, output).items():
+        tensors[key] = np.full((len(is_solid), values.shape[1]), np.nan)
+        tensors[key][is_solid] = values
     return tensors
 
 

@@ -203,11 +203,6 @@ class Fitted:
         """Return the calibration of a quantity, if it has one of its own."""
         return self._calibrations.get(quantity)
 
-    def predictive_dof(self, quantity: str) -> float | None:
-        """Return the degrees of freedom of the errors of a quantity, `Prediction.dof`."""
-        calibration = self.calibration_of(quantity) or self.calibration
-        return calibration.predictive_dof(len(self.intercepts))
-
     def calibrated(
         self,
         quantity: str,
