@@ -9,9 +9,14 @@ from atomistic_fixtures import ENERGY, copies, reference_values
 from checks import rejects
 
 from qualms import AtomisticModel, Prediction, score
+from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.evaluation import evaluate, find_references, kernel_components
 from qualms.atomistic.structures import read_frames
+from qualms.ensembles import apply_calibration, calibrate_ensemble, evaluate_ensemble, read_ensemble
+from qualms.ensembles.calibration_file import make_document
 from qualms.evaluation import Evaluation, check_errors, energy_factor
+from qualms.io.predictions import open_writer
+from qualms.report.assessment import assess
 
 #: Molecular crystals with chemical shieldings; by default beside the checkout.
 CRYSTALS = Path(__file__).parents[2] / "shared/data/csd/CSD-1000R_500.extxyz.gz"
@@ -236,11 +241,43 @@ def test_kernel_principal_components(molecules, energy_model):
     np.testing.assert_allclose(again, found, atol=1e-6)
 
 
-def test_degrees_of_freedom_are_those_of_the_model(molecules, energy_model):
-    test = molecules[120:140]
-    expected = energy_model.predict(test).dof
-    assert expected is not None
-    assert evaluate(energy_model, test)["energy"].prediction.dof == expected
+@pytest.mark.parametrize("suffix", ["xyz", "csv", "parquet", "npz"])
+@pytest.mark.parametrize("method", ["sources", "student"])
+def test_degrees_of_freedom_are_those_of_the_model(
+    molecules, energy_model, tmp_path, method, suffix
+):
+    """Also those of predictions in files, until these are calibrated again."""
+    path, output = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    test, model = molecules[120:150], energy_model.with_calibration(method)
+    expected = model.predict(test).dof
+    assert expected > 2
+    of_model = evaluate(model, test, per="structure")["energy"]
+    assert of_model.prediction.dof == expected
+    (batch,) = predict_batches(model, enumerate(test), Output())
+    batch.arguments["extra"][f"REF_{ENERGY}"] = reference_values(test).tolist()
+    with open_writer(path, ENERGY, kind="structure", ensemble=False) as writer:
+        writer.write(**batch.arguments)
+    points = read_ensemble(path, ENERGY)
+    found = evaluate_ensemble(points)
+    assert found.prediction.dof == expected
+    assert assess(found).dof == assess(of_model).dof
+    document = make_document(calibrate_ensemble(points, "linear"), points, None)
+    apply_calibration(document, path, output)
+    assert read_ensemble(output, ENERGY).dof is None
+
+
+def test_degrees_of_freedom_of_forces_are_in_files(alloys, force_model, tmp_path):
+    output, test = Output(forces=True, stress=True), copies(alloys[26:])
+    test[0].cell, test[0].pbc = None, False
+    with open_writer(tmp_path / "a.npz", "energy", kind="structure", ensemble=False) as writer:
+        for batch in predict_batches(force_model, enumerate(test), output):
+            writer.write(**batch.arguments)
+    arrays, predicted = (
+        np.load(tmp_path / "a.npz"),
+        force_model.predict(test, forces=True, stress=True),
+    )
+    for name in ("energy", "forces", "stress"):
+        assert set(arrays[f"{name}_dof"]) == {getattr(predicted, name).dof}
 
 
 def test_a_bias_of_all_points_or_of_a_group_is_found():

@@ -19,12 +19,13 @@ from atomistic_fixtures import (
     make_model,
     membership,
 )
+from checks import rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
-from qualms import InputError, Prediction, QualmsWarning, score
+from qualms import Prediction, QualmsWarning, score
 from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.forces import (
     derivatives,
@@ -182,9 +183,21 @@ def assert_forces_are_derivatives(model, atoms):
 # --- derivatives of the energies of all members ---
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_forces_of_every_member_are_the_derivatives_of_its_energy(name):
-    assert_forces_are_derivatives(molecular(name), some_molecule())
+SLAB = Atoms("NaClNaCl", [[0, 0, 0], [2.8, 0, 0.2], [2.8, 2.8, 3.0], [0, 2.8, 2.7]])
+SLAB.set_cell([5.6, 5.6, 0])
+SLAB.pbc = [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("train", "name", "atoms"),
+    [
+        *((molecular, name, some_molecule()) for name in VARIANTS),
+        *((crystalline, name, some_crystal()) for name in CRYSTALS),  # smaller than the cutoff
+        (crystalline, "ζ = 2", SLAB),
+    ],
+)
+def test_forces_of_every_member_are_the_derivatives_of_its_energy(train, name, atoms):
+    assert_forces_are_derivatives(train(name), atoms)
 
 
 @pytest.mark.parametrize("name", ["ζ = 3.5, compressed", "ζ = 3.5, compressed by pairs"])
@@ -204,18 +217,6 @@ def test_products_that_compression_made_negative_count_as_zero_everywhere(name):
     # Those are the features from which energies alone are predicted, too.
     alone, found = molecular(name).predict([atoms]), molecular(name).predict([atoms], forces=True)
     np.testing.assert_allclose(found.energy.members, alone.members, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", CRYSTALS)
-def test_forces_in_a_crystal_smaller_than_the_cutoff(name):
-    assert_forces_are_derivatives(crystalline(name), some_crystal())
-
-
-def test_forces_on_a_slab():
-    slab = Atoms("NaClNaCl", [[0, 0, 0], [2.8, 0, 0.2], [2.8, 2.8, 3.0], [0, 2.8, 2.7]])
-    slab.set_cell([5.6, 5.6, 0])
-    slab.pbc = [True, True, False]
-    assert_forces_are_derivatives(crystalline("ζ = 2"), slab)
 
 
 @pytest.mark.parametrize("name", CRYSTALS)
@@ -595,9 +596,8 @@ def test_models_and_structures_without_forces_are_rejected(energy_model, shift_m
         ("frames[1]", lambda: model.predict([some_crystal(), close], forces=True)),
     ]
     for parameter, predict in cases:
-        with pytest.raises(InputError) as error:
+        with rejects(parameter):
             predict()
-        assert error.value.parameter.startswith(parameter)
 
 
 def test_features_are_computed_once_for_forces(force_model, alloys, monkeypatch):

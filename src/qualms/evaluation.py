@@ -21,9 +21,6 @@ from qualms.prediction import Prediction
 if TYPE_CHECKING:
     from ase import Atoms
 
-#: Names of the components of a quantity; those of stresses in ASE's Voigt order.
-COMPONENT_NAMES = {"forces": ("x", "y", "z"), "stress": ("xx", "yy", "zz", "yz", "xz", "xy")}
-
 #: Units of energy in eV.
 ENERGIES = {"eV": 1.0, "meV": 1e-3, "Hartree": Hartree, "kcal/mol": kcal / mol, "kJ/mol": kJ / mol}
 

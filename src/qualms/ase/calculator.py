@@ -34,18 +34,11 @@ from ase.outputs import Properties, all_outputs
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_integer, check_number
-from qualms.atomistic.baseline import structure_design
 from qualms.atomistic.delta import StoredPotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predictions import (
-    Request,
-    StructurePrediction,
-    check_frames,
-    force_norm,
-    member_energies,
-)
+from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
 from qualms.calibration.members import calibrated_members, source_members
 from qualms.errors import (
     CalibrationError,
@@ -70,7 +63,7 @@ Calibrate = Callable[[Float64Array], Float64Array]
 _NEEDS: dict[str, frozenset[str]] = {
     name: frozenset(needs.split())
     for needs, names in {
-        "novelty": ("novelty", "novelties", "extrapolates", "extrapolation_reason"),
+        "novelty": ("novelty", "atom_novelty", "extrapolates", "extrapolation_reason"),
         "forces": ("forces", "forces_uncertainty", "forces_ensemble"),
         "forces stress": ("stress", "stress_uncertainty", "stress_ensemble"),
         "forces gradient": ("energy_uncertainty_gradient",),
@@ -83,7 +76,7 @@ _OF_STRUCTURES = (
     "energy_uncertainty", "energy_ensemble", "energy_predicted", "stress_uncertainty",
     "stress_ensemble", "weight", "novelty", "extrapolates", "extrapolation_reason",
 )  # fmt: skip
-_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "novelties")
+_OF_ATOMS = ("forces_uncertainty", "forces_ensemble", "atom_novelty")
 
 
 # --- derivatives of calibrated members ---
@@ -263,11 +256,10 @@ class ModelCalculator(UncertaintyCalculator):
     ) -> StructurePrediction:
         """Return the prediction of a structure."""
         if not isinstance(self.model, AtomisticModel):
-            options = {"forces": forces, "stress": stress} if forces else {}
-            return self.model.predict([atoms], **options).structure(0)
+            return self.model.predict([atoms], forces=forces, stress=stress).structure(0)
         novelty = "novelty" in self._needs
         request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
-        smooth = self.model.fitted.representation.has_derivatives
+        smooth = "forces" in self.implemented_properties
         (prediction,) = self.model.stream([atoms], request, smooth=smooth)
         return prediction.structure(0)
 
@@ -276,13 +268,13 @@ class ModelCalculator(UncertaintyCalculator):
     ) -> Results:
         """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
         check_model(model.fitted)
-        check_frames(model.fitted, [atoms])
+        (chunk,) = model.chunks([atoms], features=False)
         if self._potential is None:
             self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
         with limited(model.threads, len(atoms)):
             learned = derivatives(self._potential, [atoms], strain=stress)
-        design = structure_design([atoms], model.fitted.baseline.species)
-        others = member_energies(model.fitted, design, np.zeros((1, len(c))))[0] @ c * len(atoms)
+        baselines = model.fitted.with_baseline(np.zeros((1, len(c))), chunk.design)[0]
+        others = baselines @ c * len(atoms)
         results: Results = {"energy": float(learned.energies[0, 0] + others)}
         results["forces"] = learned.forces[..., 0]
         if learned.virials is not None:
@@ -504,7 +496,7 @@ class Calculator(ModelCalculator):
       In ``atoms.info`` the latter has 6 N_R numbers, member by member;
     - ``energy_uncertainty_gradient`` (n, 3) and ``energy_uncertainty_stress`` (6,): derivatives of
       ``energy_uncertainty``, eV/Å and eV/Å³;
-    - ``novelty`` of the structure, ``novelties`` (n,) of its atoms, ``extrapolates`` and
+    - ``atom_novelty`` (n,), ``novelty``, the largest of these, ``extrapolates`` and
       ``extrapolation_reason``, of an `AtomisticModel`: see `qualms.atomistic.predictions`. They are
       computed once one of them was requested.
 
@@ -610,7 +602,7 @@ class Calculator(ModelCalculator):
         }
         if energy.parts.atom_novelty is not None:
             results["novelty"] = float(energy.novelty[0])
-            results["novelties"] = energy.atom_novelty[0]
+            results["atom_novelty"] = energy.atom_novelty[0]
             results["extrapolates"] = bool(energy.extrapolates[0])
             results["extrapolation_reason"] = energy.reasons[0]
         return results

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import Float64Array
+from qualms.arrays import BoolArray, Float64Array
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
 from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input
-from qualms.io.predictions import EXTRAPOLATES
+from qualms.io.predictions import DOF, EXTRAPOLATES
 from qualms.prediction import Prediction
 
 
@@ -100,10 +100,9 @@ def predict_batches(
     output : Output
     """
     target, (factor, units) = model.settings.target, output.units(model)
-    derivatives = output.forces or output.stress
+    of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
     if output.skip_failed and model.reference is not None:
-        how = {"forces": derivatives, "stress": output.stress}
-        numbered = model.reference.computable(numbered, **how)
+        numbered = model.reference.computable(numbered, forces=of_forces, stress=output.stress)
     waiting: deque[int] = deque()
 
     def frames() -> Iterator[Atoms]:
@@ -112,16 +111,18 @@ def predict_batches(
             yield atoms
 
     unknown = "ignore" if output.ignore_unknown else "error"
-    of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
     request = Request(of_forces, output.stress, output.atoms)
     for batch in model.stream(frames(), request, unknown_species=unknown):
         parts, centers = batch.parts, batch.parts.centers or []
         arrays: dict[str, Any] = {}
         tensors: dict[str, Any] = {}
+        quantities = {target: batch.energy}
         if output.forces:
+            quantities["forces"] = batch.forces
             arrays |= _components("forces", batch.forces, output)
-        if output.stress:
-            tensors |= _stresses(batch, model, output)
+        if parts.stress is not None:
+            quantities["stress"] = parts.stress
+            tensors |= _stresses(parts.stress, batch.is_solid, output)
         if output.atoms:
             arrays |= _atom_arrays(target, batch, output)
         prediction: Prediction = batch
@@ -135,6 +136,9 @@ def predict_batches(
         extra: dict[str, list[Any]] = {EXTRAPOLATES: batch.extrapolates.tolist()}
         if units:
             extra[f"{target}_units"] = [units] * len(parts.frames)
+        for name, of in quantities.items():
+            if of.dof is not None:
+                extra[f"{name}{DOF}"] = [of.dof] * len(parts.frames)
         arguments = {
             "frames": parts.frames,
             "prediction": prediction,
@@ -193,17 +197,12 @@ def predict_part(part: Part, file: ModelFile, output: Output) -> list[Predicted]
 # --- forces, stresses and atoms ---
 
 
-def _stresses(batch: StructurePrediction, model: AtomisticModel, output: Output) -> dict[str, Any]:
+def _stresses(stress: Prediction, is_solid: BoolArray, output: Output) -> dict[str, Any]:
     """Return stresses, NaN for structures without a volume."""
-    solid, stress = batch.is_solid, batch.parts.stress
-    n_members = model.fitted.n_members if output.ensemble else 0
-    widths = {"stress": 6, "stress_uncertainty": 6, "stress_ensemble": 6 * n_members}
-    if output.interval is not None and "stress" in model.fitted.calibrations:
-        widths |= {"stress_lower": 6, "stress_upper": 6}
-    tensors = {key: np.full((len(solid), n), np.nan) for key, n in widths.items() if n}
-    if stress is not None:
-        for key, values in _components("stress", stress, output).items():
-            tensors[key][solid] = values
+    tensors = {}
+    for key, values in _components("stress", stress, output).items():
+        tensors[key] = np.full((len(is_solid), values.shape[1]), np.nan)
+        tensors[key][is_solid] = values
     return tensors
 
 
@@ -217,8 +216,9 @@ def _components(name: str, prediction: Prediction, output: Output) -> dict[str, 
         limits = prediction.interval(output.interval, "conformal")
         arrays |= dict(zip((f"{name}_lower", f"{name}_upper"), limits, strict=True))
     if output.ensemble:
+        n, k, n_members = prediction.members.shape
         by_member = prediction.members.transpose(0, 2, 1)
-        arrays[f"{name}_ensemble"] = by_member.reshape(len(by_member), -1)
+        arrays[f"{name}_ensemble"] = by_member.reshape(n, n_members * k)
     return arrays
 
 

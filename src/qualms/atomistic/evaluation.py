@@ -99,15 +99,12 @@ def find_references(
             "out with `unknown_species='skip'`, or train with these elements.",
             parameter="frames",
         )
-    kept = {
-        name: reference.some(~np.isin(reference.structure, unknown))
-        for name, reference in references.items()
-    }
-    return {
-        n: replace(reference, n_unknown=len(unknown))
-        for n, reference in kept.items()
-        if len(reference.y)
-    }
+    usable = {}
+    for name, reference in references.items():
+        has_known_species = ~np.isin(reference.structure, unknown)
+        if has_known_species.any():
+            usable[name] = replace(reference.some(has_known_species), n_unknown=len(unknown))
+    return usable
 
 
 def _components(
@@ -195,12 +192,11 @@ def evaluate(
                 others[method] = fitted.with_calibration(method)
     evaluations = {}
     for name, of in references.items():
-        points = _select(name, of, used, prediction, fitted)
-        if points is not None:
-            scale = energy_factor(settings.units_of(name), units)
-            if name == TARGET and per == "structure":
-                scale = energy_factor(settings.units, units)
-            evaluations[name] = points.evaluate(model, frames, others, *scale, per=per)
+        evaluation = _evaluate_quantity(
+            name, of, used, prediction, model, others, frames, units=units, per=per
+        )
+        if evaluation is not None:
+            evaluations[name] = evaluation
     return evaluations
 
 
@@ -297,174 +293,119 @@ def _computable(
     return {name: of.some(~np.isin(of.structure, failed)) for name, of in references.items()}
 
 
-@dataclass(frozen=True)
-class _Points:
-    """Reference values of a quantity, and the prediction that they are compared with."""
-
-    quantity: str
-    references: References
-    y: Float64Array  #: (n,): per atom if the target is extensive
-    prediction: Prediction  #: (m,) or (v, k): of all values, or of all vectors or tensors
-    place: tuple[IntArray, ...]  #: where each of the n values is in it
-    numbers: IntArray | None  #: (m,) or (v,): atomic numbers, if the quantity belongs to atoms
-    novelty_std: Float64Array | None  #: (m,): q
-    processes: Mapping[str, Float64Array]  #: (2, n): mean and σ of the projected process
-    extrapolates: BoolArray  #: (n,)
-
-    def some(self, which: BoolArray) -> _Points:
-        """Return the points where a mask (n,) is true."""
-        return replace(
-            self,
-            references=self.references.some(which),
-            y=self.y[which],
-            place=tuple(index[which] for index in self.place),
-            processes={name: values[:, which] for name, values in self.processes.items()},
-            extrapolates=self.extrapolates[which],
-        )
-
-    def raw(self, fitted: Fitted) -> Prediction:
-        """Return the members that are trained on subsamples, or all, before calibration."""
-        members = self.prediction.uncalibrated.members[self.place]
-        return Prediction(members[:, : fitted.settings.n_subsampled or members.shape[1]])
-
-    def calibrated(self, fitted: Fitted) -> Prediction:
-        """Return the prediction by a model with another calibration."""
-        prediction = fitted.calibrated(
-            self.quantity,
-            self.prediction.uncalibrated.members,
-            numbers=self.numbers,
-            novelty_std=self.novelty_std,
-        )
-        return prediction[self.place]
-
-    def evaluate(
-        self,
-        model: AtomisticModel,
-        frames: Sequence[Atoms],
-        others: Mapping[str, Fitted],
-        factor: float,
-        units: str,
-        *,
-        per: str | None,
-    ) -> Evaluation:
-        """Score the prediction, and those of models with other calibrations.
-
-        Parameters
-        ----------
-        model : AtomisticModel
-        frames : sequence of Atoms
-        others : mapping of str to Fitted
-            The model with other methods of calibration, by method.
-        factor : float
-            From the units of the model to `units`.
-        units : str
-            Of the values in the evaluation.
-        per : {"atom", "structure"}, optional
-            Whether an extensive target is per atom or per structure.
-        """
-        fitted, name = model.fitted, self.quantity
-        has_score = (self.prediction[self.place].std > 0) & (self.raw(fitted).std > 0)
-        if not has_score.all():
-            n_lost = int(np.count_nonzero(~has_score))
-            if n_lost == len(has_score):
-                message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: no scores."
-                raise InputError(message, parameter="frames")
-            warn(f"{n_lost} of {len(has_score)} points have σ = 0; they are left out.")
-            return self.some(has_score).evaluate(model, frames, others, factor, units, per=per)
-        references, sizes = self.references, np.ones(len(self.y))
-        if name == TARGET and model.settings.kind == "extensive":
-            sizes = np.array([len(frames[i]) for i in references.structure], dtype=np.float64)
-        factors = factor * sizes if per == "structure" else np.full(len(self.y), factor)
-        y, raw, calibrated = (
-            self.y * factors,
-            self.raw(fitted) * factors,
-            self.prediction[self.place],
-        )
-        scores = {"raw": score(y, raw)}
-        for method in MODEL_METHODS:
-            if method in others and name in others[method].calibrations:
-                predicted = self.calibrated(others[method])
-                scores[f"{method} (out-of-bag)"] = score(y, predicted * factors)
-            elif method == fitted.settings.calibration != "none" and name in fitted.calibrations:
-                scores[f"{method} (out-of-bag)"] = score(y, calibrated * factors)
-        if name not in fitted.calibrations:
-            scores["as the energy"] = score(y, calibrated * factors)
-        for process, (mean, std) in self.processes.items():
-            scores[process] = score(y, Prediction(mean=mean, std=std) * factors)
-        return Evaluation(
-            target=model.settings.keys[name],
-            quantity=name,
-            y=y,
-            prediction=Prediction(
-                calibrated.members * factors[:, None],
-                uncalibrated=raw,
-                conformal=calibrated.conformal,
-                dof=calibrated.dof,
-            ),
-            structure=references.structure,
-            atom=references.atom,
-            component=references.component,
-            component_names=KINDS[name].components,
-            units=units,
-            factor=factors / sizes,
-            frames=frames,
-            scores=scores,
-            n_unlabelled=references.n_unlabelled,
-            n_unknown=references.n_unknown,
-            extrapolates=self.extrapolates,
-        )
-
-
-def _select(
+def _evaluate_quantity(
     name: str,
     references: References,
     used: IntArray,
     prediction: StructurePrediction,
-    fitted: Fitted,
-) -> _Points | None:
-    """Return the points of a quantity that have reference values, and are not zero by symmetry.
+    model: AtomisticModel,
+    others: Mapping[str, Fitted],
+    frames: Sequence[Atoms],
+    *,
+    units: str | None,
+    per: str | None,
+) -> Evaluation | None:
+    """Score the prediction of a quantity, and those of models with other calibrations.
 
-    Predictions are of the structures with the numbers `used`.
+    Values that are zero by symmetry are left out; None if all are.
+
+    Parameters
+    ----------
+    name : str
+    references : References
+    used : array of int
+        Numbers of the structures that are predicted.
+    prediction : StructurePrediction
+    model : AtomisticModel
+    others : mapping of str to Fitted
+        The model with other methods of calibration, by method.
+    frames : sequence of Atoms
+        All structures.
+    units : str, optional
+        Units of energy to evaluate in.
+    per : {"atom", "structure"}, optional
+        Whether an extensive target is per atom or per structure.
     """
-    structure, parts = np.searchsorted(used, references.structure), prediction.parts
-    y, numbers, processes = references.y, None, {}
-    if name == TARGET:
-        centers, offsets = parts.centers or [], prediction.offsets_of(TARGET)
-        rows, sizes = structure, np.array([len(c) for c in centers], dtype=np.float64)
-        if references.atom is not None:
+    fitted, settings, parts = model.fitted, model.settings, prediction.parts
+    structure = np.searchsorted(used, references.structure)
+    rows, numbers = prediction.offsets_of(name)[structure], None
+    if references.atom is not None:
+        centers = parts.centers or []
+        numbers = np.concatenate(
+            [atoms.numbers[c] for atoms, c in zip(parts.frames, centers, strict=True)]
+        )
+        places = references.atom
+        if name == TARGET:
             pairs = zip(structure, references.atom, strict=True)
-            rows = offsets[structure] + [np.searchsorted(centers[s], a) for s, a in pairs]
-            numbers = np.concatenate(
-                [atoms.numbers[c] for atoms, c in zip(parts.frames, centers, strict=True)]
-            )
-        place: tuple[IntArray, ...] = (rows,)
-        of, factors = prediction.energy, np.ones(prediction.shape)
-        if fitted.settings.kind == "extensive":
-            y, factors = y / sizes[structure], sizes
-            of = of / sizes
-        if parts.process is not None:
-            mean, p, std = (parts.process / factors)[:, rows]
-            processes = {"GPR PP": [mean, std], "GPR PP, posterior part": [mean, p]}
-    else:
-        of = getattr(prediction, name)
-        assert references.component is not None
-        rows = prediction.offsets_of(name)[structure]
-        if references.atom is not None:
-            rows = rows + references.atom
-            numbers = np.concatenate([atoms.numbers for atoms in parts.frames])
-        place = rows, references.component
-    points = _Points(
-        quantity=name,
-        references=references,
-        y=y,
-        prediction=of,
-        place=place,
-        numbers=numbers,
-        novelty_std=parts.novelty_std if name == TARGET else None,
-        processes={process: np.stack(values) for process, values in processes.items()},
-        extrapolates=prediction.extrapolates[structure],
-    )
+            places = np.array([np.searchsorted(centers[s], a) for s, a in pairs], dtype=np.intp)
+        rows = rows + places
+    predicted: Prediction = getattr(prediction, name)
+    sizes = np.ones(predicted.shape[0])
+    if name == TARGET and settings.kind == "extensive":  # calibrated per atom
+        sizes = np.array([len(atoms) for atoms in parts.frames], dtype=np.float64)
+        predicted = predicted / sizes
+    place = (rows,) if references.component is None else (rows, references.component)
+    members, calibrated = predicted.uncalibrated.members[place], predicted[place]
+    raw = Prediction(members[:, : fitted.settings.n_subsampled or members.shape[1]])
+    chosen = np.ones(len(rows), dtype=bool)
     if KINDS[name].is_derivative:
-        differs = not_zero_by_symmetry(y, of.uncalibrated.members[place])
-        return points.some(differs) if differs.any() else None
-    return points
+        chosen = not_zero_by_symmetry(references.y, members)
+        if not chosen.any():
+            return None
+    has_score, n_points = (calibrated.std > 0) & (raw.std > 0), int(np.count_nonzero(chosen))
+    n_lost = int(np.count_nonzero(chosen & ~has_score))
+    if n_lost == n_points:
+        message = f"The uncertainty of all {counted(n_lost, 'point')} is zero: no scores."
+        raise InputError(message, parameter="frames")
+    if n_lost:
+        warn(f"{n_lost} of {n_points} points have σ = 0; they are left out.")
+    chosen &= has_score
+    references, rows = references.some(chosen), rows[chosen]
+    calibrated, raw = calibrated[chosen], raw[chosen]
+    sizes = sizes[rows]
+    per_structure = name == TARGET and per == "structure"
+    factor, units = energy_factor(
+        settings.units if per_structure else settings.units_of(name), units
+    )
+    factors = factor * sizes if per_structure else np.full(len(rows), factor)
+    y = references.y / sizes * factors
+    scores = {"raw": score(y, raw * factors)}
+    for method in MODEL_METHODS:
+        if method in others and name in others[method].calibrations:
+            by_method = others[method].calibrated(
+                name,
+                predicted.uncalibrated.members,
+                numbers=numbers,
+                novelty_std=parts.novelty_std if name == TARGET else None,
+            )
+            scores[f"{method} (out-of-bag)"] = score(y, by_method[place][chosen] * factors)
+        elif method == fitted.settings.calibration != "none" and name in fitted.calibrations:
+            scores[f"{method} (out-of-bag)"] = score(y, calibrated * factors)
+    if name not in fitted.calibrations:
+        scores["as the energy"] = score(y, calibrated * factors)
+    if name == TARGET and parts.process is not None:
+        mean, p, std = parts.process[:, rows] / sizes * factors
+        scores["GPR PP"] = score(y, Prediction(mean=mean, std=std))
+        scores["GPR PP, posterior part"] = score(y, Prediction(mean=mean, std=p))
+    return Evaluation(
+        target=settings.keys[name],
+        quantity=name,
+        y=y,
+        prediction=Prediction(
+            calibrated.members * factors[:, None],
+            uncalibrated=raw * factors,
+            conformal=calibrated.conformal,
+            dof=calibrated.dof,
+        ),
+        structure=references.structure,
+        atom=references.atom,
+        component=references.component,
+        component_names=KINDS[name].components,
+        units=units,
+        factor=factors / sizes,
+        frames=frames,
+        scores=scores,
+        n_unlabelled=references.n_unlabelled,
+        n_unknown=references.n_unknown,
+        extrapolates=prediction.extrapolates[structure[chosen]],
+    )

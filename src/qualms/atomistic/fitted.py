@@ -14,7 +14,7 @@ from pydantic import Field
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.kernel_rows import Basis
-from qualms.atomistic.quantities import KINDS, TARGET
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.calibration.choice import fit_best
 from qualms.calibration.members import source_members, with_equal_members
@@ -234,7 +234,7 @@ class Fitted:
         of_elements = None
         if numbers is not None:
             of_elements = of.factors(np.array(chemical_symbols)[numbers])
-        isotropy = of.isotropy if KINDS[quantity].is_derivative else None
+        isotropy = of.isotropy if members.ndim == 3 else None
         options = {"novelty_std": novelty_std, "isotropy": isotropy, "factors": of_elements}
         return raw.calibrated(self._calibrations[quantity], of.conformal, **options)
 
@@ -252,15 +252,22 @@ class Fitted:
         if name == "auto":
             name = fit_best(self.points[TARGET], MODEL_METHODS).method
         calibrations = {}
-        n = {"n_subsampled": self.settings.n_subsampled, "n_posterior": self.settings.n_drawn}
-        for quantity, points in self.points.items():
+        for quantity in self.points:
             try:
-                calibrations[quantity] = calibrate_points(points, name, **n)
+                calibrations[quantity] = self._fit_calibration(quantity, name)
             except CalibrationError:
                 if quantity == TARGET:
                     raise
         settings = self.settings.model_copy(update={"calibration": name})
         return replace(self, settings=settings, calibrations=calibrations)
+
+    def _fit_calibration(self, quantity: str, method: str) -> QuantityCalibration:
+        return calibrate_points(
+            self.points[quantity],
+            method,
+            n_subsampled=self.settings.n_subsampled,
+            n_posterior=self.settings.n_drawn,
+        )
 
     def compare_calibrations(self) -> list[dict[str, float | str]]:
         """Return scores of all calibration methods on the out-of-bag points of each quantity.
@@ -269,11 +276,10 @@ class Fitted:
         the methods are fitted to.
         """
         records: list[dict[str, float | str]] = []
-        n = {"n_subsampled": self.settings.n_subsampled, "n_posterior": self.settings.n_drawn}
         for quantity, points in self.points.items():
             for method in MODEL_METHODS:
                 with suppress(CalibrationError):
-                    of = calibrate_points(points, method, **n)
+                    of = self._fit_calibration(quantity, method)
                     z, sigma = points.residuals, of.std_of(points)
                     record: dict[str, float | str] = {"quantity": quantity, "method": method}
                     record["log_likelihood"] = float(np.mean(gaussian_log_density(z, sigma)))
@@ -303,9 +309,19 @@ class Fitted:
 
     def members(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the prediction of each member, per atom if extensive: (n, N_R)."""
-        members = K_XM @ self.weights
-        members += self.intercepts
-        return np.asarray(members + self.baseline.predict_members(design))
+        return self.with_baseline(K_XM @ self.weights, design)
+
+    def with_baseline(self, learned: Float64Array, design: Float64Array) -> Float64Array:
+        """Add intercepts and baselines of the members to their kernel models: (n, N_R).
+
+        Parameters
+        ----------
+        learned : (n, N_R) array
+            Averages over structures, or values of atoms, by the kernel.
+        design : (n, S) array
+            Compositions, as in `qualms.atomistic.baseline.structure_design`, or elements of atoms.
+        """
+        return np.asarray(learned + self.intercepts + self.baseline.predict_members(design))
 
     def pp_mean(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the mean of the full projected process: (n,)."""

@@ -166,13 +166,20 @@ def derivatives(
     novelty : bool
         Whether the novelty of environments is computed.
     """
-    R, n_atoms = potential[0].weights.shape[1], sum(map(len, frames))
+    (M, R), n_atoms = potential[0].weights.shape, sum(map(len, frames))
     total = _no_derivatives(len(frames), n_atoms, R, strain)
-    similarity, atoms = _Similarity(potential, n_atoms) if novelty else None, np.zeros((n_atoms, R))
+    atoms, similarity = np.zeros((n_atoms, R)), np.zeros((n_atoms * novelty, M), dtype=np.float32)
+    of_atoms, of_representatives = np.zeros(n_atoms), np.zeros(M)
     for term in potential:
+        if novelty:
+            of_representatives += term.kernel(term.representatives, term.representatives)
         for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
-            if similarity is not None:
-                similarity.add(term, tape)
+            centers, x = tape.atoms[tape.centers], tape.x
+            if novelty or not forces:
+                K = term.kernel(x, term.representatives)
+            if novelty:
+                similarity[centers] += K
+                of_atoms[centers] += term.kernel(x, x)
             if forces:
                 energies, slopes, columns = term.energy_slopes(tape)
                 by_positions, by_strain = tape.pull_back(slopes, columns)
@@ -181,30 +188,13 @@ def derivatives(
                 if total.virials is not None and by_strain is not None:
                     total.virials[tape.structures] += by_strain
             else:
-                energies = term.kernel(tape.x, term.representatives) @ term.weights
+                energies = K @ term.weights
             np.add.at(total.energies, tape.structures[tape.owners], energies)
-            atoms[tape.atoms[tape.centers]] += energies
-    novelties = None if similarity is None else similarity.novelty()
-    return total._replace(atoms=atoms, novelty=novelties)
-
-
-class _Similarity:
-    """The kernel of environments with representatives (n_atoms, M), summed over its terms."""
-
-    def __init__(self, potential: Potential, n_atoms: int) -> None:
-        X = [(term, term.representatives) for term in potential]
-        self._K = np.zeros((n_atoms, len(X[0][1])), dtype=np.float32)
-        self._of_atoms = np.zeros(n_atoms)
-        self._of_points = np.sum([term.kernel(x, x) for term, x in X], axis=0)
-
-    def add(self, term: KernelTerm, tape: Tape) -> None:
-        atoms, x = tape.atoms[tape.centers], tape.x
-        self._K[atoms] += term.kernel(x, term.representatives)
-        self._of_atoms[atoms] += term.kernel(x, x)
-
-    def novelty(self) -> FloatArray:
-        """Return the novelty of each environment: (n_atoms,)."""
-        return novelty_of(normalized(self._K, self._of_atoms, self._of_points))
+            atoms[centers] += energies
+    if novelty:
+        similarity = normalized(similarity, of_atoms, of_representatives)
+        total = total._replace(novelty=novelty_of(similarity))
+    return total._replace(atoms=atoms)
 
 
 # --- training: kernel rows of forces and virials, forward ---

@@ -69,7 +69,8 @@ class Basis:
             block, local = features[begin:end], offsets[first : last + 1] - begin
             K = self.kernel(block, self.representatives)
             if novelty is not None:
-                similarity, removed = self._normalized(K, block), []
+                diagonals = self.kernel.diag(block), self.kernel.diag(self.representatives)
+                similarity, removed = normalized(K, *diagonals), []
                 if own is not None:
                     for s, (a, b) in enumerate(pairwise(local), first):
                         if len(own[s]):
@@ -100,9 +101,6 @@ class Basis:
             blocks = (features[begin:end] for begin, end in pairwise(offsets))
             diagonal = np.array([np.mean(self.kernel(b, b), dtype=np.float64) for b in blocks])
         return diagonal * self.scale
-
-    def _normalized(self, K: FloatArray, features: FloatArray) -> FloatArray:
-        return normalized(K, self.kernel.diag(features), self.kernel.diag(self.representatives))
 
 
 def normalized(K: FloatArray, of_rows: FloatArray, of_columns: FloatArray) -> FloatArray:

@@ -17,14 +17,13 @@ from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic import training
 from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.fitted import Fitted, Provenance, Record, describe_size
-from qualms.atomistic.forces import Potential, make_potential
+from qualms.atomistic.forces import Potential, check_model, make_potential
 from qualms.atomistic.model_file import read_model, write_model
 from qualms.atomistic.predictions import (
     Chunk,
     Request,
     StructurePrediction,
     centers_of,
-    check_derivatives_request,
     predict_chunk,
     stream_chunks,
 )
@@ -199,7 +198,7 @@ class AtomisticModel:
         predicted = StructurePrediction.join(
             [*self.stream(frames, request, unknown_species=unknown_species)]
         )
-        if stress and predicted.parts.stress is None:
+        if stress and not predicted.is_solid.any():
             raise InputError(
                 "No structure has a cell with a volume, and without one there is no stress.",
                 parameter="stress",
@@ -283,16 +282,20 @@ class AtomisticModel:
             Whether energies come from the features that have derivatives, also without these: in
             this process, and equal to those that come with forces.
         """
-        potential = None
-        if request.derivatives:
-            check_derivatives_request(self.fitted, allow_unknown=unknown_species == "ignore")
-        if request.derivatives or smooth:
-            potential = self.potential
+        derivatives = request.forces or request.stress
+        if derivatives:
+            check_model(self.fitted)
+            if unknown_species == "ignore":
+                raise InputError(
+                    "Atoms that are ignored have no forces: use `unknown_species='error'`.",
+                    parameter="unknown_species",
+                )
+        potential, reference = self.potential if derivatives or smooth else None, self.reference
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))
             with limited(self.threads, n_atoms):
-                yield predict_chunk(chunk, request, potential, self.reference)
+                yield predict_chunk(chunk, request, potential, reference)
 
     def chunks(
         self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
@@ -313,15 +316,16 @@ class AtomisticModel:
                 f"`unknown_species` is 'error' or 'ignore', not {unknown_species!r}.",
                 parameter="unknown_species",
             )
-        chunk, ignore = None, unknown_species == "ignore"
+        chunk = None
+        chunks = stream_chunks(
+            self.fitted,
+            structures_of(frames),
+            threads=self.threads,
+            allow_unknown=unknown_species == "ignore",
+            features=features,
+        )
         with limited(self.threads):
-            for chunk in stream_chunks(
-                self.fitted,
-                structures_of(frames),
-                threads=self.threads,
-                allow_unknown=ignore,
-                features=features,
-            ):
+            for chunk in chunks:
                 yield chunk
         if chunk is None:
             raise InputError(
@@ -432,6 +436,8 @@ class AtomisticModel:
     @property
     def reference(self) -> BaselinePotential | None:
         """The reference potential whose values are added to predictions, if there is one."""
+        if self.settings.reference is None:
+            return None
         with self._lock:
             if self._reference is None:
                 self._reference = make_baseline_potential(
@@ -479,9 +485,6 @@ def structures_of(frames: _Structures) -> Iterable[Atoms]:
 
 # --- summary --------------------------------------------------------------------------------------
 
-#: What a prediction is, by the share of the ensemble mean; otherwise it is a blend.
-_CENTRES = {0.0: "full model", 1.0: "ensemble mean"}
-
 
 def summarize(fitted: Fitted) -> dict[str, str]:
     """Return settings, data, errors and calibrations of a model, a text for each subject."""
@@ -498,6 +501,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "duplicates": record.n_duplicates,
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    centres = {0.0: "full model", 1.0: "ensemble mean"}
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
     size = f"{record.effective_rank}"
     if record.effective_rank != settings.n_representatives:
@@ -519,7 +523,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),
         "members": f"{' and '.join(kinds)}; predictions have {_independent(fitted)}",
-        "prediction": f"{_CENTRES.get(record.centre, 'blend')} (share of the ensemble mean: "
+        "prediction": f"{centres.get(record.centre, 'blend')} (share of the ensemble mean: "
         f"λ = {record.centre:.2f})",
     }
     for name, of_quantity in record.quantities.items():

@@ -29,13 +29,13 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.forces import Potential, check_model, derivatives
+from qualms.atomistic.forces import Potential, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
 from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.structures import check_species, check_structures, state_of, symbols_of
 from qualms.calibration.members import member_factors
 from qualms.errors import InputError, QualmsWarning, counted
-from qualms.features.base import BATCH, Batch, PotentialValues, offsets_of, ranges, stream_features
+from qualms.features.base import BATCH, Batch, offsets_of, ranges, stream_features
 from qualms.prediction import Prediction
 
 #: Rounding of novelties.
@@ -54,18 +54,14 @@ class Request(NamedTuple):
     novelty: bool = True  #: novelty, and whether structures are extrapolations
     process: bool = False  #: the projected process, Eq. (3), Musil et al. 2019
 
-    @property
-    def derivatives(self) -> bool:
-        """Whether derivatives of the target are predicted."""
-        return self.forces or self.stress
-
 
 class Parts(NamedTuple):
     """What a prediction has beside the target."""
 
     frames: list[Atoms]
     forces: Prediction | None = None  #: (n_atoms, 3): of all structures, in order
-    stress: Prediction | None = None  #: (n_solid, 6): of structures with a volume, in order
+    #: (n_solid, 6): of structures with a volume, in order; there may be none
+    stress: Prediction | None = None
     #: atoms of each structure whose environments are used: of known elements, and of the species of
     #: an atomic property
     centers: list[IntArray] | None = None
@@ -127,9 +123,9 @@ class StructurePrediction(Prediction):
     @property
     def stress(self) -> Prediction:
         """Stresses of all structures that have a volume."""
-        if self.parts.stress is None and not self.is_solid.any():
-            raise AttributeError("The cell has no volume, so that there is no stress.")
         stress: Prediction = _asked("stress", self.parts.stress)
+        if not self.is_solid.any():
+            raise AttributeError("The cell has no volume, so that there is no stress.")
         return stress
 
     @property
@@ -174,10 +170,9 @@ class StructurePrediction(Prediction):
 
     def offsets_of(self, quantity: str) -> IntArray:
         """Return where values of a quantity begin for each structure: (n + 1,)."""
-        kind = KINDS[quantity]
-        if kind.of_atoms:
+        if KINDS[quantity].of_atoms:
             return offsets_of([len(atoms) for atoms in self.parts.frames])
-        if kind.is_derivative:
+        if quantity != TARGET:
             return offsets_of(self.is_solid.astype(int))
         if self.is_atomic:
             return offsets_of([len(centers) for centers in self.parts.centers or []])
@@ -205,7 +200,7 @@ class StructurePrediction(Prediction):
             if value is None:
                 parts[name] = None
             elif name in DERIVATIVES:
-                parts[name] = value[rows(name)] if len(rows(name)) else None
+                parts[name] = value[rows(name)]
             elif name in ("process", "novelty_std"):
                 parts[name] = value[..., rows(TARGET)]
             elif isinstance(value, list):
@@ -221,7 +216,7 @@ class StructurePrediction(Prediction):
         target, parts = alone.energy, alone.parts
         if not self.is_atomic:
             target = target[0]
-        if parts.stress is not None:
+        if parts.stress is not None and alone.is_solid[0]:
             parts = parts._replace(stress=parts.stress[0])
         return StructurePrediction(target, parts, is_atomic=self.is_atomic)
 
@@ -270,30 +265,27 @@ class Chunk:
     """Some structures to predict, and their features."""
 
     frames: list[Atoms]  #: as they were given
-    known: list[Atoms]  #: without atoms of unknown species
+    reduced: list[Atoms]  #: without atoms of unknown species
     centers: list[IntArray]  #: the atoms of `frames` whose environments are used
     batch: Batch  #: features of these environments; none if derivatives are predicted
     fitted: Fitted
     first: int  #: number of the first structure
+    #: charge and spin of each structure that differ from those of the training
+    other_states: list[list[str]]
 
-    @property
-    def sizes(self) -> Float64Array:
-        """Number of atoms of each structure if the target is extensive, otherwise one."""
-        if self.fitted.settings.kind != "extensive":
-            return np.ones(len(self.frames))
-        return np.array([len(atoms) for atoms in self.known], dtype=np.float64)
-
-    @property
+    @cached_property
     def factors(self) -> Float64Array:
-        """Factor of each predicted average."""
-        return np.ones(int(self.batch.sizes.sum())) if self.fitted.per_atom else self.sizes
+        """Factor of each prediction: the number of atoms if the target is extensive, or one."""
+        if self.fitted.settings.kind == "extensive":
+            return np.array([len(atoms) for atoms in self.reduced], dtype=np.float64)
+        return np.ones(len(self.design))
 
     @cached_property
     def design(self) -> Float64Array:
         """Design matrix of the baseline, a row for each prediction."""
         if self.fitted.per_atom:
             return self.atom_design
-        return structure_design(self.known, self.fitted.baseline.species)
+        return structure_design(self.reduced, self.fitted.baseline.species)
 
     @property
     def center_species(self) -> IntArray:
@@ -336,18 +328,32 @@ def stream_chunks(
         Whether features are computed.
     """
     batch = min(max(_BYTES // (8 * fitted.representation.n_features), 256), BATCH)
-    waiting: deque[tuple[Atoms, Atoms, IntArray]] = deque()
-    species = fitted.representation.species
+    waiting: deque[tuple[Atoms, Atoms, IntArray, list[str]]] = deque()
+    species, training_state = fitted.representation.species, fitted.record.state
+    per_atom, keys = fitted.per_atom, [*fitted.settings.keys.values()]
 
     def structures() -> Iterator[tuple[Atoms, IntArray]]:
         is_alike = True
         for index, atoms in enumerate(frames):
             check_structures([atoms], first=index)
-            is_alike = is_alike and not warn_of_state(atoms, fitted, index)
+            differing = []
+            if training_state is not None:
+                state = dict(state_of(atoms, keys))
+                names = sorted({*training_state, *state})
+                differing = [k for k in names if training_state.get(k) != state.get(k)]
+            if differing and is_alike:
+                is_alike = False
+                warnings.warn(
+                    f"Structure {index}, and perhaps others, differs in "
+                    f"{' and '.join(map(repr, differing))} from the structures that the model was "
+                    "trained on. Predictions do not depend on charge and spin.",
+                    QualmsWarning,
+                    stacklevel=2,
+                )
             is_known = np.isin(atoms.numbers, species)
             if not allow_unknown:
                 check_species([atoms], species, first=index)
-                if not fitted.per_atom:
+                if not per_atom:
                     fitted.baseline.check_compositions([atoms], first=index)
             elif not is_known.any():
                 raise InputError(
@@ -358,15 +364,18 @@ def stream_chunks(
             used = np.flatnonzero(is_known)
             reduced = atoms if len(used) == len(atoms) else atoms[used]
             inside = centers_of(reduced.numbers, fitted)
-            waiting.append((atoms, reduced, used[inside]))
+            waiting.append((atoms, reduced, used[inside], differing))
             yield reduced, inside
 
     representation, some, first = fitted.representation, structures(), 0
-    batches = stream_features(representation, some, n_workers=threads, batch=batch)
-    for part in batches if features else _without_features(some, batch):
+    if features:
+        batches = stream_features(representation, some, n_workers=threads, batch=batch)
+    else:
+        batches = _without_features(some, batch)
+    for part in batches:
         taken = [waiting.popleft() for _ in part.sizes]
-        originals, reduced, centers = (list(column) for column in zip(*taken, strict=True))
-        yield Chunk(originals, reduced, centers, part, fitted, first)
+        originals, reduced, centers, states = (list(column) for column in zip(*taken, strict=True))
+        yield Chunk(originals, reduced, centers, part, fitted, first, states)
         first += len(originals)
 
 
@@ -386,39 +395,6 @@ def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
     """Return the atoms whose environments are used: all, or those of the species of the target."""
     species = fitted.settings.species
     return np.arange(len(numbers)) if species is None else np.flatnonzero(np.isin(numbers, species))
-
-
-def differs_in_state(atoms: Atoms, fitted: Fitted) -> list[str]:
-    """Return in which charges and spins a structure differs from all of the training, if known."""
-    training_state = fitted.record.state
-    if training_state is None:
-        return []
-    state = dict(state_of(atoms, fitted.settings.keys.values()))
-    return [k for k in sorted({*training_state, *state}) if training_state.get(k) != state.get(k)]
-
-
-def warn_of_state(atoms: Atoms, fitted: Fitted, index: int) -> bool:
-    """Warn of a structure with another charge or spin than those of the training.
-
-    Returns whether a warning was issued.
-
-    Parameters
-    ----------
-    atoms : Atoms
-    fitted : Fitted
-    index : int
-        Number of the structure in the input.
-    """
-    keys = differs_in_state(atoms, fitted)
-    if keys:
-        warnings.warn(
-            f"Structure {index}, and perhaps others, differs in {' and '.join(map(repr, keys))} "
-            "from the structures that the model was trained on. Predictions do not depend on "
-            "charge and spin.",
-            QualmsWarning,
-            stacklevel=2,
-        )
-    return bool(keys)
 
 
 # --- one prediction -------------------------------------------------------------------------------
@@ -467,20 +443,21 @@ def predict_chunk(
         numbers=chunk.center_species if fitted.per_atom else None,
         novelty_std=raw.novelty_std,
     )
-    factors = member_factors(fitted.calibration, per_atom.std, raw.members)
     learned: Prediction = per_atom * chunk.factors
+    factors = member_factors(fitted.calibration, per_atom.std, raw.members)
     forces = stress = contributions = None
-    edges = list(pairwise(chunk.batch.offsets))
+    offsets = chunk.batch.offsets
+    edges = list(pairwise(offsets))
     if raw.forces is not None and request.forces:
-        _warn_about_lone_atoms(fitted, chunk.known, raw.forces)
-        n = [len(atoms) for atoms in chunk.known]
-        numbers = np.concatenate([atoms.numbers for atoms in chunk.known])
+        _warn_about_lone_atoms(fitted, chunk.reduced, raw.forces)
+        n = [len(atoms) for atoms in chunk.reduced]
+        numbers = np.concatenate([atoms.numbers for atoms in chunk.reduced])
         forces = fitted.calibrated(
             "forces", raw.forces, numbers=numbers, factors=np.repeat(factors, n)
         )
-    solid = np.array([atoms.cell.rank == 3 for atoms in chunk.known])
-    if raw.virials is not None and solid.any():
-        volumes = np.array([atoms.cell.volume for atoms in chunk.known])[solid, None, None]
+    solid = np.array([atoms.cell.rank == 3 for atoms in chunk.reduced])
+    if raw.virials is not None:
+        volumes = np.array([atoms.cell.volume for atoms in chunk.reduced])[solid, None, None]
         stress = fitted.calibrated("stress", raw.virials[solid] / volumes, factors=factors[solid])
     if raw.atoms is not None:
         contributions = [
@@ -491,17 +468,21 @@ def predict_chunk(
         contributions = [learned[a:b] for a, b in edges]
     novelty = reasons = atom_novelty = None
     if raw.novelty is not None:
-        limit, reasons = (
-            fitted.training_novelty[0] + _ROUNDING,
-            _reasons(chunk, learned, raw.novelty),
-        )
-        novelty = structure_novelty(raw.novelty, chunk.batch.offsets)[:, 0] / limit
-        atom_novelty = [raw.novelty[a:b] / limit for a, b in edges]
+        limits = np.array(fitted.training_novelty) + _ROUNDING
+        of_structures = structure_novelty(raw.novelty, offsets) / limits
+        novelty = of_structures[:, 0]
+        atom_novelty = [raw.novelty[a:b] / limits[0] for a, b in edges]
+        reasons = _reasons(chunk, learned, of_structures, atom_novelty)
     target, process = learned, raw.process
     if process is not None:
         process *= chunk.factors
     if reference is not None:
-        values = reference_values(chunk, request, reference)
+        values = reference.evaluate(
+            chunk.reduced,
+            forces=request.forces,
+            stress=request.stress,
+            indices=range(chunk.first, chunk.first + len(chunk.frames)),
+        )
         target = learned + values.energies
         if process is not None:
             process[0] += values.energies
@@ -524,23 +505,6 @@ def predict_chunk(
     return StructurePrediction(target, parts, is_atomic=fitted.per_atom)
 
 
-def reference_values(
-    chunk: Chunk, request: Request, reference: BaselinePotential
-) -> PotentialValues:
-    """Return values of the reference potential; errors name structures by their numbers.
-
-    Parameters
-    ----------
-    chunk : Chunk
-    request : Request
-    reference : BaselinePotential
-    """
-    indices = range(chunk.first, chunk.first + len(chunk.frames))
-    return reference.evaluate(
-        chunk.known, forces=request.derivatives, stress=request.stress, indices=indices
-    )
-
-
 def _by_features(chunk: Chunk, request: Request) -> _Raw:
     """Return members of averages, or of atoms, from the features of the environments."""
     fitted = chunk.fitted
@@ -548,9 +512,8 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
     K_XM = chunk.rows(novelty)
     contributions = process = None
     if request.atoms and not fitted.per_atom:
-        contributions = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
-        contributions += fitted.intercepts
-        contributions += fitted.baseline.predict_members(chunk.atom_design)
+        by_kernel = fitted.basis.environment_rows(chunk.batch.features) @ fitted.weights
+        contributions = fitted.with_baseline(by_kernel, chunk.atom_design)
     if request.process and fitted.pp_variance is not None:
         p2, q2 = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
         stds = np.sqrt([p2, p2 + q2 + fitted.pp_variance.noise_variance_of_target])
@@ -566,7 +529,7 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
 
 def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
     """Return members of energies and of their derivatives, from one pass over the features."""
-    fitted, frames = chunk.fitted, chunk.known
+    fitted, frames = chunk.fitted, chunk.reduced
     n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
     novelty, atoms = np.empty(n_atoms), np.zeros((n_atoms, R))
     forces, virials = np.empty((n_atoms, 3, R)), np.full((len(frames), 6, R), np.nan)
@@ -579,7 +542,7 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
         part = derivatives(
             potential,
             [frames[i] for i in some],
-            forces=request.derivatives,
+            forces=request.forces or request.stress,
             strain=strain,
             novelty=request.novelty,
         )
@@ -589,46 +552,39 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
             novelty[places] = part.novelty
         if part.virials is not None:
             virials[some] = part.virials
-    members = member_energies(fitted, chunk.design, energies / chunk.sizes[:, None])
-    contributions = None
-    if request.atoms:
-        contributions = atoms
-        contributions += fitted.intercepts
-        contributions += fitted.baseline.predict_members(chunk.atom_design)
     return _Raw(
-        members=members,
+        members=fitted.with_baseline(energies / chunk.factors[:, None], chunk.design),
         novelty=novelty if request.novelty else None,
-        atoms=contributions,
+        atoms=fitted.with_baseline(atoms, chunk.atom_design) if request.atoms else None,
         forces=forces,
         virials=virials if request.stress else None,
     )
 
 
-def member_energies(fitted: Fitted, design: Float64Array, energies: Float64Array) -> Float64Array:
-    """Return averages by each member (n, N_R), with intercepts and baselines.
-
-    Parameters
-    ----------
-    fitted : Fitted
-    design : (n, S) array
-        Composition of structures, as in `structure_design`.
-    energies : (n, N_R) array
-        Averages without intercepts and baselines.
-    """
-    return energies + fitted.intercepts + fitted.baseline.predict_members(design)
-
-
-def _reasons(chunk: Chunk, learned: Prediction, novelty: Float64Array) -> list[str]:
+def _reasons(
+    chunk: Chunk,
+    learned: Prediction,
+    of_structures: Float64Array,
+    atom_novelty: Sequence[Float64Array],
+) -> list[str]:
     """Return why each structure is an extrapolation; an empty text if it is none.
 
     It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
     training structures, if the ensemble standard deviation exceeds that of all out-of-bag points,
     if it has atoms of unknown species or another charge or spin than the training structures, or if
     its composition has no baseline.
+
+    Parameters
+    ----------
+    chunk : Chunk
+    learned : Prediction
+        Of the target.
+    of_structures : (n_structures, 2) array
+        Largest and mean novelty of the environments of each structure, in units of the limits.
+    atom_novelty : sequence of arrays
+        Novelty of the environments of each structure.
     """
     fitted, offsets = chunk.fitted, chunk.batch.offsets
-    limits = np.array(fitted.training_novelty) + _ROUNDING
-    of_structures = structure_novelty(novelty, offsets)
     # Members that agree to rounding on all training rows differ by rounding everywhere.
     largest = (fitted.largest_ensemble_std or np.inf) * chunk.factors
     above = np.asarray(learned.uncalibrated.std > largest)
@@ -636,47 +592,26 @@ def _reasons(chunk: Chunk, learned: Prediction, novelty: Float64Array) -> list[s
     if not fitted.per_atom:
         determined = fitted.baseline.is_determined(chunk.design)
     reasons = []
-    for s, (atoms, reduced) in enumerate(zip(chunk.frames, chunk.known, strict=True)):
+    for s, (atoms, reduced) in enumerate(zip(chunk.frames, chunk.reduced, strict=True)):
         texts = []
         if len(atoms) > len(reduced):
             others = {*atoms.numbers.tolist()} - {*fitted.representation.species}
             texts.append(f"elements {symbols_of(sorted(others))} are unknown")
-        if keys := differs_in_state(atoms, fitted):
-            texts.append(f"{' and '.join(keys)} differ from the training set")
+        if chunk.other_states[s]:
+            texts.append(f"{' and '.join(chunk.other_states[s])} differ from the training set")
         if not determined[s]:
             texts.append("the composition is not determined by the training set")
-        a, b = offsets[s], offsets[s + 1]
-        if of_structures[s, 0] > limits[0]:
-            i = int(chunk.centers[s][np.argmax(novelty[a:b])])
-            times = of_structures[s, 0] / limits[0]
-            symbol = chemical_symbols[atoms.numbers[i]]
-            text = f"the environment of atom {i} ({symbol}) is novel"
-            texts.append(f"{text}, {times:.1f} × the limit")
-        elif of_structures[s, 1] > limits[1]:
-            times = of_structures[s, 1] / limits[1]
-            texts.append(f"its environments are novel on average, {times:.1f} × the limit")
-        if np.any(above[a:b] if fitted.per_atom else above[s]):
+        largest_novelty, mean_novelty = of_structures[s]
+        if largest_novelty > 1:
+            i = int(chunk.centers[s][np.argmax(atom_novelty[s])])
+            text = f"the environment of atom {i} ({chemical_symbols[atoms.numbers[i]]}) is novel"
+            texts.append(f"{text}, {largest_novelty:.1f} × the limit")
+        elif mean_novelty > 1:
+            texts.append(f"its environments are novel on average, {mean_novelty:.1f} × the limit")
+        if np.any(above[offsets[s] : offsets[s + 1]] if fitted.per_atom else above[s]):
             texts.append("members differ more than on all out-of-bag points")
         reasons.append("; ".join(texts))
     return reasons
-
-
-def check_frames(fitted: Fitted, frames: Sequence[Atoms]) -> None:
-    """Reject structures that the model cannot predict."""
-    for i, atoms in enumerate(frames):
-        check_structures([atoms], first=i)
-        check_species([atoms], fitted.representation.species, first=i)
-        fitted.baseline.check_compositions([atoms], first=i)
-
-
-def check_derivatives_request(fitted: Fitted, *, allow_unknown: bool) -> None:
-    """Reject derivatives of a model without forces, and of structures with atoms left out."""
-    check_model(fitted)
-    if allow_unknown:
-        raise InputError(
-            "Atoms that are ignored have no forces: use `unknown_species='error'`.",
-            parameter="unknown_species",
-        )
 
 
 def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:

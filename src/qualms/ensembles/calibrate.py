@@ -215,9 +215,9 @@ def evaluate_ensemble(
     if prediction is None:
         members = points.members if points.absent is None else None
         if members is not None and np.isfinite(members).all():
-            prediction = Prediction(members)
+            prediction = Prediction(members, dof=points.dof)
         else:
-            prediction = Prediction(mean=points.mean, std=points.std)
+            prediction = Prediction(mean=points.mean, std=points.std, dof=points.dof)
     return Evaluation(
         target=points.target,
         y=points.y * factors,

@@ -31,7 +31,7 @@ from qualms.calibration.vectors import (
 from qualms.errors import InputError, counted, did_you_mean, unknown_choice
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output, check_input
-from qualms.io.predictions import EXTRAPOLATES, write_csv, write_npz
+from qualms.io.predictions import DOF, EXTRAPOLATES, write_csv, write_npz
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -73,6 +73,8 @@ class Ensemble:
     sizes, extrapolates : (n,) arrays, optional
         Number of atoms of the structure of each point, and whether it is out of distribution, if
         the file has these.
+    dof : float, optional
+        Degrees of freedom of the errors, `Prediction.dof`, if the file has them.
     shape, member_shape, order : tuples of int, str or None
         Shapes of the stored value and members of one structure or atom; order of the members.
     columns : mapping of str to tuple of str
@@ -99,6 +101,7 @@ class Ensemble:
     labels: StrArray | None
     sizes: IntArray | None
     extrapolates: BoolArray | None
+    dof: float | None
     shape: tuple[int, ...]
     member_shape: tuple[int, ...]
     order: Order | None
@@ -291,6 +294,9 @@ def read_ensemble(
     extrapolates = None
     if EXTRAPOLATES in rows.arrays:
         extrapolates = np.repeat(rows.numbers(EXTRAPOLATES) > 0, k)
+    dof = np.empty(0)
+    if f"{target}{DOF}" in rows.arrays:
+        dof = np.unique(rows.numbers(f"{target}{DOF}"))
     return Ensemble(
         target=target,
         key=key,
@@ -308,6 +314,7 @@ def read_ensemble(
         labels=None if by is None else np.repeat(_labels(rows, by), k),
         sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
         extrapolates=extrapolates,
+        dof=float(dof[0]) if len(dof) == 1 and dof[0] > 0 else None,
         shape=shape,
         member_shape=member_shape,
         order=member_order,
@@ -482,7 +489,7 @@ def _find(
     """
     columns: dict[str, tuple[str, ...]] = {}
     predicted = predicted_keys(target)
-    for key in (*others, target, *predicted, f"{target}_absent", EXTRAPOLATES):
+    for key in (*others, target, *predicted, f"{target}_absent", EXTRAPOLATES, f"{target}{DOF}"):
         parts = (key,) if key in names else _numbered(names, key) or _components(names, key)
         if parts:
             columns[key] = parts
@@ -540,7 +547,7 @@ def _merged(files: Sequence[_Rows], target: str, reference: str) -> _Rows:
             raise InputError(f"{message} {rows.listed()}", parameter="predictions")
         arrays, columns = rows.arrays | arrays, rows.columns | columns
     if len(parts) > 1:
-        for name in (key, target):
+        for name in (key, target, f"{target}{DOF}"):
             arrays.pop(name, None)
             columns.pop(name, None)
         arrays[key] = _joined(parts, [target])

@@ -33,20 +33,21 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
+#: Ending of the key of the degrees of freedom of the errors of a quantity.
+DOF = "_dof"
 
 #: Rows of a table that are written to Parquet together.
 ROW_GROUP = 10_000
 
 
 class _Batch(NamedTuple):
-    """Predictions of some structures; `start` structures were written before.
+    """Predictions of some structures.
 
     `numbers` are those of the structures in tables. `rows` are the predicted atoms of each
     structure, for properties of atoms. `ends` are where the rows of each structure begin and end in
     `values`: prediction, standard deviation and members.
     """
 
-    start: int
     numbers: IntArray
     frames: Sequence[Atoms]
     rows: list[IntArray] | None
@@ -129,9 +130,9 @@ class PredictionWriter:
                         f"{name!r} of `{parameter}` has {len(array)} rows, not {n}.",
                         parameter=parameter,
                     )
-        start = self.n_structures
-        index = range(start, start + len(frames)) if numbers is None else numbers
-        self._write(_Batch(start, np.array(index), frames, atoms, ends, values, *parts))
+        first = self.n_structures
+        index = range(first, first + len(frames)) if numbers is None else numbers
+        self._write(_Batch(np.array(index), frames, atoms, ends, values, *parts))
         self.n_structures += len(frames)
 
     def _write(self, batch: _Batch) -> None:
@@ -139,6 +140,16 @@ class PredictionWriter:
 
     def _finish(self) -> None:
         """Write the parts that depend on all batches."""
+
+    def _collect(self, arrays: Arrays) -> None:
+        for name, array in arrays.items():
+            self._arrays.setdefault(name, []).append(array)
+
+    def _collected(self) -> Arrays:
+        """Return the arrays of all batches since the last time, each as one."""
+        arrays = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
+        self._arrays = {}
+        return arrays
 
 
 @contextlib.contextmanager
@@ -280,8 +291,7 @@ class _ParquetWriter(PredictionWriter):
 
     def _write(self, batch: _Batch) -> None:
         columns = _table(batch)
-        for name, column in columns.items():
-            self._arrays.setdefault(name, []).append(column)
+        self._collect(columns)
         self._n_rows += len(columns["index"])
         if self._n_rows >= ROW_GROUP:
             self._write_group()
@@ -290,12 +300,11 @@ class _ParquetWriter(PredictionWriter):
         import pyarrow
         from pyarrow import parquet
 
-        columns = {name: np.concatenate(parts) for name, parts in self._arrays.items()}
-        table = pyarrow.table(columns)
+        table = pyarrow.table(self._collected())
         if self._writer is None:
             self._writer = parquet.ParquetWriter(self._stream, table.schema)
         self._writer.write_table(table)
-        self._arrays, self._n_rows = {}, 0
+        self._n_rows = 0
 
     def _finish(self) -> None:
         if self._arrays or self._writer is None:
@@ -310,14 +319,13 @@ class _NPZWriter(PredictionWriter):
         arrays = {**batch.values, **batch.extra, **batch.arrays, **batch.tensors}
         arrays["n_atoms"] = np.array([len(frame) for frame in batch.frames], dtype=np.int64)
         if batch.rows is not None:
-            structures = np.arange(batch.start, batch.start + len(batch.frames))
+            structures = self.n_structures + np.arange(len(batch.frames))
             arrays["structure"] = np.repeat(structures, np.diff(batch.ends))
             arrays["atom"] = np.concatenate([*batch.rows, np.empty(0, dtype=np.intp)])
-        for name, array in arrays.items():
-            self._arrays.setdefault(name, []).append(array)
+        self._collect(arrays)
 
     def _finish(self) -> None:
-        write_npz(self._stream, {n: np.concatenate(parts) for n, parts in self._arrays.items()})
+        write_npz(self._stream, self._collected())
 
 
 _WRITERS: dict[str, type[PredictionWriter]] = {

@@ -120,6 +120,7 @@ def set_aside_references(
         for name in is_old | replaced:
             for ending in ("uncertainty", "ensemble"):
                 store.pop(f"{name}_{ending}", None)
+            atoms.info.pop(f"{name}_dof", None)
         for name in references.keys() - is_old:
             store.setdefault(f"REF_{name}", references[name])
 
