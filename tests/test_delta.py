@@ -1,7 +1,6 @@
 """Δ-learning: models of differences from a baseline potential."""
 
 import json
-from types import SimpleNamespace
 
 import ase.io
 import numpy as np
@@ -404,7 +403,7 @@ class Backbone:
 
 def test_a_backbone_computes_batches_and_names_what_fails(rich):
     backbone = Backbone()
-    potential = NetworkPotential(SimpleNamespace(opened=lambda: backbone), 1000.0)
+    potential = NetworkPotential(backbone, 1000.0)
     with pytest.warns(QualmsWarning, match="structure 3 "):
         found = potential.evaluate(rich, forces=True, stress=True, skip_failed=True)
     assert np.flatnonzero(np.isnan(found.energies)).tolist() == [3, 11]

@@ -231,12 +231,12 @@ class Representatives:
         return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
 
 
-def part_size(settings: Settings, data: TrainingSet) -> int:
+def part_size(settings: Settings, data: TrainingSet, n_features: int) -> int:
     """Return environments of a part from which representatives are selected.
 
     Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
     """
-    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
+    M, width = settings.n_selected, settings.features.dtype.itemsize * n_features
     return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
 
 
@@ -257,7 +257,7 @@ def pick_representatives(
     stages : Stages
     """
     settings, data = problem.settings, problem.data
-    edges = structure_blocks(data.offsets, part_size(settings, data))
+    edges = structure_blocks(data.offsets, part_size(settings, data, representation.n_features))
     parts = [data.take(np.arange(first, last)) for first, last in edges]
     selected, cache = [], []
     with stages.stage("Features", data.n_environments) as advance:

@@ -74,7 +74,7 @@ class RepresentationSettings(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    itemsize: ClassVar[float] = 4.0  #: bytes of a feature in training
+    dtype: ClassVar[Dtype] = np.dtype(np.float32)  #: of features in training
 
     @property
     def overhead(self) -> float:
@@ -342,9 +342,9 @@ class Representation(ABC):
         """Return the features of the chosen atoms of each structure, in order: (n, d)."""
 
     @property
-    @abstractmethod
     def dtype(self) -> Dtype:
         """Type of features."""
+        return self.settings.dtype
 
     @property
     def basis_dtype(self) -> Dtype:
