@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from joblib.externals.loky import get_reusable_executor
 from threadpoolctl import threadpool_limits
 
 from qualms.errors import InputError, QualmsError, QualmsWarning
@@ -127,16 +129,17 @@ class Workers:
             Is called with each part when its result is there.
         """
         executor = self.executor or _ThisProcess()
-        waiting, pending = deque(parts), deque[tuple[Part, Future[Any]]]()
+        waiting, pending = iter(parts), deque[tuple[Part, Future[Any]]]()
         try:
             with _end_of_workers():
-                while waiting or pending:
+                while True:
                     # Workers may join at any time.
                     limit = 1 if self.executor is None else AHEAD * self.number
-                    while waiting and len(pending) < limit:
-                        part = waiting.popleft()
+                    for part in islice(waiting, max(limit - len(pending), 0)):
                         task = function, _process(), self.threads, part, *shared
                         pending.append((part, executor.submit(_run, *task)))
+                    if not pending:
+                        break
                     part, future = pending.popleft()
                     result, messages = future.result()
                     for message in messages:
@@ -168,6 +171,39 @@ def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
             parameter="executor",
         )
     return Workers(executor, threads)
+
+
+_processes: Any = None
+
+
+def in_processes(
+    function: Callable[[Part], Result], parts: Iterable[Part], n_workers: int
+) -> Iterator[Result]:
+    """Yield the result for each part in order, by processes of this machine of one thread each.
+
+    Parameters
+    ----------
+    function : callable
+    parts : iterable
+    n_workers : int
+        Number of processes. They end when they have had nothing to do for a minute.
+    """
+    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+    global _processes
+    _processes = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
+    try:
+        yield from Workers(_processes).map(function, parts)
+    except BaseException:  # an interrupt, too; to kill the processes at once is not safe in loky
+        stop_workers()
+        raise
+
+
+def stop_workers() -> None:
+    """End the processes of this machine, and free their memory."""
+    global _processes
+    if _processes is not None:
+        _processes.shutdown(wait=True)
+        _processes = None
 
 
 class _ThisProcess(Executor):

@@ -34,7 +34,8 @@ from qualms.atomistic.settings import Reference, Settings
 from qualms.atomistic.structures import check_structures
 from qualms.errors import InputError, QualmsWarning
 from qualms.evaluation import ENERGIES
-from qualms.features.base import PotentialValues, in_processes
+from qualms.execution import in_processes
+from qualms.features.base import PotentialValues
 from qualms.features.learned import Backbone, installed_folder, shipped_weights
 from qualms.resources import find_libraries, limited
 

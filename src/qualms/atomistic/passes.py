@@ -25,12 +25,11 @@ from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.atomistic.quantities import DERIVATIVES, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.execution import Workers
+from qualms.execution import Workers, stop_workers
 from qualms.features.base import (
     Problem,
     Representation,
     ranges,
-    stop_workers,
     stream_features,
     structure_blocks,
 )
