@@ -7,6 +7,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,6 +71,25 @@ def test_an_object_is_as_good_as_any_representation(trained, dimers):
     assert np.all(found.forces.std > 0)
 
 
+def shifted(frames, s, i, axis, step):
+    """Copies of structures, of which an atom of one is moved."""
+    frames = [atoms.copy() for atoms in frames]
+    frames[s].positions[i, axis] += step
+    return frames
+
+
+def sheared(atoms, step):
+    strained, strain = atoms.copy(), np.eye(3)
+    strain[0, 1] = strain[1, 0] = step / 2
+    strained.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+    return [strained]
+
+
+def slope(function, change, h=1e-4):
+    """The central difference of a function of structures."""
+    return (function(change(h)) - function(change(-h))) / (2 * h)
+
+
 @pytest.mark.parametrize(
     ("name", "step", "tolerance"), [("trained", 1e-3, 1e-4), ("pretrained", 2e-4, 1e-3)]
 )
@@ -82,12 +102,10 @@ def test_forces_are_derivatives_of_the_energies_of_all_members(
     assert forces.shape == (5, 3, 12)
     np.testing.assert_allclose(predicted.energy.mean, model.predict([atoms]).mean, atol=1e-5)
     for i, axis in ((0, 0), (3, 1)):
-        moved = [atoms.copy(), atoms.copy()]
-        for copy, sign in zip(moved, (1, -1), strict=True):
-            copy.positions[i, axis] += sign * step
-        plus, minus = model.predict(moved).uncalibrated.members
-        expected = -(plus - minus) / (2 * step)
-        np.testing.assert_allclose(forces[i, axis], expected, atol=tolerance * np.abs(forces).max())
+        change = partial(shifted, [atoms], 0, i, axis)
+        energies = slope(lambda frames: model.predict(frames).uncalibrated.members[0], change, step)
+        atol = tolerance * np.abs(forces).max()
+        np.testing.assert_allclose(forces[i, axis], -energies, atol=atol)
 
 
 @pytest.mark.parametrize(("name", "tolerance"), [("trained", 1e-7), ("pretrained", 1e-4)])
@@ -439,28 +457,22 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
     y, pull_back = network.vjp(frames)
     np.testing.assert_allclose(network.features([crystal]), y[5:], atol=1e-12)
     b = np.random.default_rng(0).normal(size=(1, *y.shape))
-    positions, strains = (found[0] for found in pull_back(b))
-    found = network.potential(frames, forces=True, stress=True)
-    h = 1e-4
+    (positions,), (strains,) = pull_back(b)
+    values = network.potential(frames, forces=True, stress=True)
+
+    def energies(frames):
+        return network.potential(frames).energies
+
     for s, i, axis in ((0, 3, 0), (1, 1, 1)):
-        pairs = [[atoms.copy() for atoms in frames] for _ in range(2)]
-        for sign, pair in zip((1, -1), pairs, strict=True):
-            pair[s].positions[i, axis] += sign * h
-        plus, minus = (network.features(pair) for pair in pairs)
-        expected = np.sum(b[0] * (plus - minus)) / (2 * h)
+        change = partial(shifted, frames, s, i, axis)
+        expected = np.sum(b[0] * slope(network.features, change))
         assert positions[5 * s + i, axis] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        plus, minus = (network.potential(pair).energies[s] for pair in pairs)
-        assert found.forces[s][i, axis] == pytest.approx(-(plus - minus) / (2 * h), abs=1e-5)
-    pair = [crystal.copy(), crystal.copy()]
-    for sign, atoms in zip((1, -1), pair, strict=True):
-        strain = np.eye(3)
-        strain[0, 1] = strain[1, 0] = sign * h / 2
-        atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-    plus, minus = network.features(pair).reshape(2, 2, -1)
-    assert strains[1, 0, 1] == pytest.approx(np.sum(b[0, 5:] * (plus - minus)) / (2 * h), rel=1e-4)
-    plus, minus = network.potential(pair).energies
-    stress = (plus - minus) / (2 * h) / crystal.cell.volume
-    assert found.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
+        assert values.forces[s][i, axis] == pytest.approx(-slope(energies, change)[s], abs=1e-5)
+    change = partial(sheared, crystal)
+    expected = np.sum(b[0, 5:] * slope(network.features, change))
+    assert strains[1, 0, 1] == pytest.approx(expected, rel=1e-4)
+    stress = slope(energies, change)[0] / crystal.cell.volume
+    assert values.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
     model = AtomisticModel("energy", representation=f"{backbone}:{path}", **FEW).fit(dimers[:30])
     model.save(tmp_path / "model.safetensors")
     # Opening weights may run code: not because a file names them.

@@ -1,4 +1,4 @@
-"""Tasks on workers: in this process, or by an executor of `concurrent.futures`.
+"""Tasks on workers: this process, others of this machine, or an executor of `concurrent.futures`.
 
 Structures are divided into parts, and a task is a function of one part. Results come in the order
 of the parts, so that sums of them do not depend on the number of workers. Dask is used by the
@@ -252,10 +252,11 @@ def _end_of_workers() -> Iterator[None]:
         of_dask = type(error).__module__.partition(".")[0] == "distributed"
         if not (of_dask or isinstance(error, ended)):
             raise
-        reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
+        first_line = str(error).partition("\n")[0]
+        reason = ": ".join(filter(None, [type(error).__name__, first_line]))
         raise QualmsError(
             f"A worker, or the scheduler, ended ({reason}). It may have run out of memory: use "
-            "fewer workers, and check their logs."
+            "fewer workers or threads, and check their logs."
         ) from error
 
 

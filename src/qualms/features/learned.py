@@ -247,10 +247,6 @@ class LearnedDocument(RepresentationDocument):
     n_raw: int = Field(ge=1, le=1_000_000)
 
 
-def _unit(y: Float64Array) -> Float64Array:
-    return np.asarray(normalize_rows(y), dtype=np.float64)
-
-
 def _digest(network: object) -> str | None:
     digest = getattr(network, "digest", None)
     return None if digest is None else str(digest)
@@ -345,7 +341,7 @@ class LearnedRepresentation(Representation):
         pairs = zip(offsets[:-1], centers, strict=True)
         rows = np.concatenate([np.empty(0, np.intp), *(first + some for first, some in pairs)])
         numbers = np.concatenate([np.empty(0, np.intp), *(atoms.numbers for atoms in frames)])
-        return self.placed(_unit(y[rows]), numbers[rows])
+        return self.placed(normalize_rows(y[rows]), numbers[rows])
 
     def raw_features(self, frames: Sequence[Atoms]) -> Float64Array:
         """Return the output of the network for all atoms: (n, n_raw)."""
@@ -372,7 +368,7 @@ class LearnedRepresentation(Representation):
             )
         return y
 
-    def placed(self, values: Float64Array, numbers: IntArray) -> Float64Array:
+    def placed(self, values: FloatArray, numbers: IntArray) -> Float64Array:
         """Return features (n, …, n_raw) in the columns of species of atoms (n,): (n, …, d)."""
         shape = *values.shape[:-1], len(self.species), self.n_raw
         placed, places = np.zeros(shape), np.searchsorted(self.species, numbers)
@@ -422,7 +418,7 @@ def _check_features(
     """Reject features that are constant; warn if they differ between two evaluations."""
     few = frames[: int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), 200)) + 1]
     # The kernel sees directions of features alone: their lengths may differ and yet be useless.
-    x, again = (_unit(representation.raw_features(few)) for _ in range(2))
+    x, again = (normalize_rows(representation.raw_features(few)) for _ in range(2))
     numbers, rounding = np.concatenate([atoms.numbers for atoms in few]), 1e-8 * np.abs(x).max()
     spread = max(float(np.ptp(x[numbers == z], axis=0).max()) for z in np.unique(numbers))
     if len(few) > 1 and spread <= rounding:
