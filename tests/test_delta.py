@@ -352,8 +352,8 @@ def test_files_name_a_calculator_but_do_not_import_it(model, path, totals, monke
     for wrong in ("ase.calculators.emt:EMT", "composition"):
         with rejects("baseline"):
             AtomisticModel.load(path, baseline=wrong)
-    found = AtomisticModel.load(path, baseline=BASELINE).predict(new)
-    np.testing.assert_allclose(found.members, expected.members, 0, 1e-6 * expected.std.min())
+    prediction = AtomisticModel.load(path, baseline=BASELINE).predict(new)
+    np.testing.assert_allclose(prediction.members, expected.members, 0, 1e-6 * expected.std.min())
     assert "ase" in loaded.provenance.packages
 
 

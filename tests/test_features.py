@@ -140,7 +140,7 @@ def test_chosen_presets(frames, kind, preset):
 
 
 @pytest.mark.parametrize(
-    ("given", "parameter"),
+    ("representation", "parameter"),
     [
         ("bogus", "representation"),
         (5, "representation"),
@@ -161,9 +161,9 @@ def test_chosen_presets(frames, kind, preset):
         ({"exponent": 0.5}, "exponent"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(given, parameter):
+def test_wrong_hyper_parameters_are_named(representation, parameter):
     with rejects(parameter):
-        make_soap(given)
+        make_soap(representation)
 
 
 @of_engines
@@ -364,14 +364,14 @@ def crystal(pbc=True):
 
 def with_images(atoms, reach):
     """A molecule of the atoms and all periodic images within reach, the atoms first."""
-    found = Atoms(atoms.numbers, atoms.positions)
+    images = Atoms(atoms.numbers, atoms.positions)
     ranges = [range(-3, 4) if periodic else (0,) for periodic in atoms.pbc]
     for shift in itertools.product(*ranges):
         if any(shift):
             moved = atoms.positions + np.array(shift) @ atoms.cell.array
             near = np.linalg.norm(moved[:, None] - atoms.positions, axis=2).min(axis=1) < reach
-            found += Atoms(atoms.numbers[near], moved[near])
-    return found
+            images += Atoms(atoms.numbers[near], moved[near])
+    return images
 
 
 @of_engines
@@ -431,9 +431,9 @@ def test_molecules_with_some_of_the_species_are_described_in_all(engine, size):
         atoms = Atoms(numbers, rng.uniform(-1.5, 1.5, (size + 1, 3)))
         # With all species present beyond the cutoff, no features need to be placed.
         whole = atoms + Atoms(everything, 100.0 + 50 * np.arange(12.0).reshape(4, 3))
-        found = features(representation, atoms)
-        close(found, features(representation, whole)[: size + 1])
-        assert (found != 0).any()
+        spectra = features(representation, atoms)
+        close(spectra, features(representation, whole)[: size + 1])
+        assert (spectra != 0).any()
 
 
 @of_engines
@@ -444,14 +444,14 @@ def test_centers_are_rows_in_the_order_given(engine):
     centers = [rng.permutation(len(a))[: rng.integers(0, len(a))] for a in frames]
     centers[3] = centers[3][:0]
     chosen = [features(representation, a)[c] for a, c in zip(frames, centers, strict=True)]
-    found = representation.features(frames, centers)
-    assert found.dtype == np.float32
-    close(found, np.concatenate(chosen))
-    assert representation.features(frames, [c[:0] for c in centers]).shape == (0, found.shape[1])
-    assert representation.features([], []).shape == (0, found.shape[1])
+    spectra = representation.features(frames, centers)
+    assert spectra.dtype == np.float32
+    close(spectra, np.concatenate(chosen))
+    assert representation.features(frames, [c[:0] for c in centers]).shape == (0, spectra.shape[1])
+    assert representation.features([], []).shape == (0, spectra.shape[1])
     exact = representation.exact().features(frames, centers)
     assert exact.dtype == np.float64
-    close(found, exact)
+    close(spectra, exact)
 
 
 @of_engines
@@ -564,8 +564,8 @@ def test_choice_of_a_compression(settings_, problem, compression):
     representation = SoapRepresentation(settings_, SPECIES)
     assert representation.choose_compression(problem) == compression
     n = representation.n_features
-    kept = n if compression is None else compression.n_features
-    assert settings_.n_features(SPECIES, problem) == (kept, n)
+    n_compressed = n if compression is None else compression.n_features
+    assert settings_.n_features(SPECIES, problem) == (n_compressed, n)
 
 
 # --- streams of batches ---
@@ -578,8 +578,8 @@ def test_batches_are_all_structures_in_order(batch):
     centers[-1] = centers[-1][:0]
     structures = zip(frames, centers, strict=True)
     batches = list(stream_features(plain(), structures, batch=batch, n_workers=2))
-    found = np.concatenate([b.features for b in batches])
-    np.testing.assert_array_equal(found, plain().features(frames, centers))
+    spectra = np.concatenate([b.features for b in batches])
+    np.testing.assert_array_equal(spectra, plain().features(frames, centers))
     np.testing.assert_array_equal(np.concatenate([b.sizes for b in batches]), [*map(len, centers)])
     for b in batches:
         assert b.offsets[-1] == len(b.features) < batch + max(map(len, frames))

@@ -45,8 +45,8 @@ def dimers():
 def trained(dimers):
     """A model of energies and forces with features of an object."""
     noise = {"noise": 1e-4, "forces_noise": 1e-2}  # larger weights would amplify rounding
-    given = {"forces": "forces", "units": "eV", "representation": Densities()}
-    return AtomisticModel("energy", **given, **noise, **FEW).fit(dimers[:40])
+    options = {"forces": "forces", "units": "eV", "representation": Densities()}
+    return AtomisticModel("energy", **options, **noise, **FEW).fit(dimers[:40])
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +55,20 @@ def pretrained(dimers):
     pytest.importorskip("torch")
     if find_spec("sevenn") is None:
         pytest.skip("sevenn is not installed")
-    given = {"forces": "forces", "units": "eV", "calibration": "student"}
-    given |= {"representation": "sevennet", "noise": 1e-4, "forces_noise": 1e-2}
-    return AtomisticModel("energy", **given, **FEW).fit(dimers[:16])
+    options = {"forces": "forces", "units": "eV", "calibration": "student"}
+    options |= {"representation": "sevennet", "noise": 1e-4, "forces_noise": 1e-2}
+    return AtomisticModel("energy", **options, **FEW).fit(dimers[:16])
 
 
 def test_an_object_is_as_good_as_any_representation(trained, dimers):
     new = dimers[40:]
-    found = trained.predict(new, forces=True)
+    predicted = trained.predict(new, forces=True)
     forces = np.concatenate([atoms.arrays["forces"] for atoms in new])
     energies = np.array([atoms.info["energy"] for atoms in new])
-    np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-5)
-    assert np.abs(found.energy.mean - energies).mean() < 0.2 * energies.std()
-    assert np.abs(found.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
-    assert np.all(found.forces.std > 0)
+    np.testing.assert_allclose(predicted.energy.mean, trained.predict(new).mean, atol=1e-5)
+    assert np.abs(predicted.energy.mean - energies).mean() < 0.2 * energies.std()
+    assert np.abs(predicted.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
+    assert np.all(predicted.forces.std > 0)
 
 
 def shifted(frames, s, i, axis, step):
@@ -132,9 +132,9 @@ def test_training_rows_are_derivatives_of_energies(name, tolerance, dimers, requ
 def test_the_calculator_of_ase(trained, dimers):
     atoms = dimers[55].copy()
     atoms.calc = Calculator(trained)
-    found = trained.predict([atoms], forces=True)[0]
-    assert atoms.get_potential_energy() == pytest.approx(float(found.energy.mean))
-    np.testing.assert_allclose(atoms.get_forces(), found.forces.mean, atol=1e-10)
+    predicted = trained.predict([atoms], forces=True)[0]
+    assert atoms.get_potential_energy() == pytest.approx(float(predicted.energy.mean))
+    np.testing.assert_allclose(atoms.get_forces(), predicted.forces.mean, atol=1e-10)
 
 
 def test_saving_needs_the_object_again(trained, dimers, tmp_path):
@@ -150,9 +150,9 @@ def test_saving_needs_the_object_again(trained, dimers, tmp_path):
     )
     with pytest.warns(QualmsWarning):
         other.prepare()
-    for given in (None, NoDerivatives(), "weights.pth"):
+    for weights in (None, NoDerivatives(), "weights.pth"):
         with rejects("representation"):
-            AtomisticModel.load(path, representation=given)
+            AtomisticModel.load(path, representation=weights)
     assert trained.fitted.representation.serial == np.inf  # objects may not be pickled
 
 
@@ -167,8 +167,8 @@ def test_the_kernel_is_a_gaussian_less_a_constant():
     np.testing.assert_allclose(ExponentialKernel(100.0)(X, Y), X @ Y.T, atol=1e-4)
     t, h = np.linspace(-1, 1, 7), 1e-6
     value, slope = kernel.value_and_slope(t)
-    one, two = (kernel.value_and_slope(t + s)[0] for s in (h, -h))
-    np.testing.assert_allclose(slope, (one - two) / (2 * h), rtol=1e-6)
+    plus, minus = (kernel.value_and_slope(t + s)[0] for s in (h, -h))
+    np.testing.assert_allclose(slope, (plus - minus) / (2 * h), rtol=1e-6)
     np.testing.assert_allclose(value, np.expm1(t / 0.49) / np.expm1(1 / 0.49))
 
 
@@ -184,15 +184,15 @@ def test_elements_have_columns_of_their_own(dimers):
 
 def test_forces_of_some_atoms(dimers):
     """Rows of the forces on chosen atoms are those that training on all forces has."""
-    given = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
+    forces = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
     some, every = (
-        problem_of(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **given}))
+        problem_of(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **forces}))
         for n in (2, "all")
     )
     assert some.data.quantities["forces"].rows.size == 20 * 2 * 3
-    one, two = (rows_of(problem)[0] for problem in (some, every))
-    known = np.concatenate([np.isfinite(f).ravel() for f in one.sample.derivatives.forces])
-    np.testing.assert_allclose(one.kept.Phi[20:], two.kept.Phi[20:][known], atol=1e-9)
+    of_some, of_all = (rows_of(problem)[0] for problem in (some, every))
+    chosen = np.concatenate([np.isfinite(f).ravel() for f in of_some.sample.derivatives.forces])
+    np.testing.assert_allclose(of_some.kept.Phi[20:], of_all.kept.Phi[20:][chosen], atol=1e-9)
     assert Backbone(backbone="sevennet").n_moving(np.full(100, 24), "default") is None
     assert Backbone(backbone="sevennet").n_moving(np.full(1000, 24), "default") == 3
 
@@ -211,9 +211,9 @@ def test_no_forces_without_derivatives(dimers):
     assert np.all(model.predict(dimers[40:]).std > 0)
     with rejects("representation"):
         model.predict(dimers[:1], forces=True)
-    given = {**FEW, "baseline": "backbone"}  # it has no energies either
+    options = {**FEW, "baseline": "backbone"}  # it has no energies either
     with rejects("baseline"):
-        AtomisticModel("energy", representation=NoDerivatives(), **given).fit(dimers[:30])
+        AtomisticModel("energy", representation=NoDerivatives(), **options).fit(dimers[:30])
 
 
 def lengths(frames):
@@ -260,14 +260,13 @@ def test_bad_derivatives(dimers, pulled):
 
 
 def test_features_of_an_object_in_shards(dimers):
-    model = AtomisticModel("energy", representation=Densities(), **FEW)
-    whole, parts = (
-        model.fit(dimers[:30]),
-        AtomisticModel("energy", representation=Densities(), **FEW),
+    a, b = (
+        AtomisticModel("energy", representation=Densities(), **FEW)
+        .fit(dimers[:30], executor=executor)
+        .predict(dimers[30:])
+        for executor in (None, ThreadPoolExecutor(1))
     )
-    found = parts.fit(dimers[:30], executor=ThreadPoolExecutor(1)).predict(dimers[30:])
-    expected = whole.predict(dimers[30:])
-    z = (found.mean - expected.mean) / np.hypot(found.std, expected.std)
+    z = (a.mean - b.mean) / np.hypot(a.std, b.std)
     assert np.sqrt(np.mean(z**2)) < 1.0
 
 
@@ -303,11 +302,9 @@ def test_bad_hyper_parameters(representation, parameter):
 
 
 def test_names_of_backbones():
-    found = [make_backbone(name) for name in ("sevennet", "mace:some/where.model")]
-    assert found == [
-        Backbone(backbone="sevennet"),
-        Backbone(backbone="mace", model="some/where.model"),
-    ]
+    assert make_backbone("sevennet") == Backbone(backbone="sevennet")
+    mace = Backbone(backbone="mace", model="some/where.model")
+    assert make_backbone("mace:some/where.model") == mace
     assert make_backbone("organic") is None
 
 
@@ -365,12 +362,12 @@ def test_sevennet_is_that_of_its_own_calculator(dimers):
     crystal = bulk("NaCl", "rocksalt", 5.6)
     crystal.rattle(0.1, seed=0)
     frames = [crystal, dimers[0].copy()]
-    found = make_backbone("sevennet").opened().potential(frames, forces=True, stress=True)
+    values = make_backbone("sevennet").opened().potential(frames, forces=True, stress=True)
     for s, atoms in enumerate(frames):
         atoms.calc = calculator  # in float32
-        assert atoms.get_potential_energy() == pytest.approx(found.energies[s], abs=1e-4)
-        np.testing.assert_allclose(atoms.get_forces(), found.forces[s], atol=1e-4)
-    np.testing.assert_allclose(crystal.get_stress(), found.stresses[0], atol=1e-5)
+        assert atoms.get_potential_energy() == pytest.approx(values.energies[s], abs=1e-4)
+        np.testing.assert_allclose(atoms.get_forces(), values.forces[s], atol=1e-4)
+    np.testing.assert_allclose(crystal.get_stress(), values.stresses[0], atol=1e-5)
 
 
 def test_structures_without_neighbours(pretrained):
