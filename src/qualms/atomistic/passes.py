@@ -612,8 +612,8 @@ def sum_rows(
             count=None if workers.executor else count,
         )
         n_environments = [part.data.n_environments for part in parts]
-        results = workers.map(sum_part, iter(parts), workers.share(task))
-        del parts
+        waiting = (parts.pop(0) for _ in n_environments)  # each is freed when it is done
+        results = workers.map(sum_part, waiting, workers.share(task))
         for n, of_part in zip(n_environments, results, strict=True):
             total = of_part if total is None else total.add(of_part)
             if workers.executor is not None:
