@@ -21,6 +21,7 @@ from ase import Atoms
 from qualms import AtomisticModel
 from qualms.atomistic.structures import read_frames
 from qualms.data import qm9
+from qualms.features.base import Problem
 from qualms.features.soap import (
     Compression,
     DscribeEngine,
@@ -28,7 +29,6 @@ from qualms.features.soap import (
     Soap,
     SoapRepresentation,
     _dscribe_soap,
-    fit_representation,
     make_engine,
     make_soap,
 )
@@ -158,7 +158,8 @@ def engine_calls(soap: Soap, frames: Sequence[Atoms]) -> dict[str, Callable[[], 
     elif isinstance(engine, FeatomicEngine):
         calls["bare"] = partial(raw_featomic, engine, frames)
     plain = SoapRepresentation(soap, species)
-    compressed = fit_representation(soap, species, frames, centers, Compression())
+    with_pca = soap.model_copy(update={"compression": Compression()})
+    compressed = with_pca.fit(species, Problem(1, False), lambda: (frames, centers))
     calls["features"] = partial(plain.features, frames, centers)
     calls["features, PCA 1000"] = partial(compressed.features, frames, centers)
     return calls

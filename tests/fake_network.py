@@ -39,38 +39,27 @@ class Densities:
         """Return features and a vector-Jacobian product, by differences: slow and simple."""
 
         def pull_back(cotangents):
-            positions, strains, first = [], [], 0
-            for atoms in frames:
-                own = cotangents[:, first : first + len(atoms)]
-                first += len(atoms)
-                positions.append(self._slopes(atoms, own, range(3 * len(atoms)), self._moved))
-                strains.append(self._slopes(atoms, own, range(9), self._strained))
-            shape = len(cotangents), -1, 3
-            positions = [p.reshape(shape) for p in positions]
-            return np.concatenate(positions, axis=1), np.stack(
-                [s.reshape(-1, 3, 3) for s in strains], axis=1
-            )
+            edges = np.cumsum([0, *map(len, frames)])
+            positions, strains = [], []
+            for atoms, first, last in zip(frames, edges[:-1], edges[1:], strict=True):
+                n, b = len(atoms), cotangents[:, first:last]
+                shifts = np.eye(3 * n).reshape(-1, n, 3)
+                strained = atoms.positions @ np.eye(9).reshape(9, 3, 3)
+                positions.append(self._slopes(atoms, b, shifts).reshape(-1, n, 3))
+                strains.append(self._slopes(atoms, b, strained).reshape(-1, 3, 3))
+            return np.concatenate(positions, axis=1), np.stack(strains, axis=1)
 
         return self.features(frames), pull_back
 
-    def _slopes(self, atoms, cotangents, directions, change, h=1e-5):
-        found = []
-        for k in directions:
-            one, two = (self._of(atoms.numbers, change(atoms, k, s * h)) for s in (1, -1))
-            found.append(np.einsum("rif,if->r", cotangents, (one - two) / (2 * h)))
-        return np.stack(found, axis=1)
-
-    @staticmethod
-    def _moved(atoms, k, h):
-        positions = atoms.positions.copy()
-        positions.ravel()[k] += h
-        return positions
-
-    @staticmethod
-    def _strained(atoms, k, h):
-        strain = np.zeros(9)
-        strain[k] = h
-        return atoms.positions @ (np.eye(3) + strain.reshape(3, 3)).T
+    def _slopes(self, atoms, cotangents, directions, h=1e-5):
+        """Derivatives along changes of the positions: (R, directions)."""
+        slopes = []
+        for direction in directions:
+            plus, minus = (
+                self._of(atoms.numbers, atoms.positions + sign * h * direction) for sign in (1, -1)
+            )
+            slopes.append(np.einsum("rif,if->r", cotangents, (plus - minus) / (2 * h)))
+        return np.stack(slopes, axis=1)
 
     def potential(self, frames, *, forces=False, stress=False):
         return PotentialValues(np.array([float(len(atoms)) for atoms in frames]))

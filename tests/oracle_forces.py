@@ -50,10 +50,10 @@ def mixed_spectra(representation, scale, atoms):
 
 def features(representation, s, atoms):
     """What the kernel of scale s sees of each atom."""
-    spectra = power_spectra(representation, representation.soap.scales[s], atoms)
+    spectra = power_spectra(representation, representation.settings.scales[s], atoms)
     if representation.projections:
         spectra = spectra @ representation.projections[s].matrix.astype(float)
-    if representation.soap.normalize:
+    if representation.settings.normalize:
         return [y / np.linalg.norm(y) for y in spectra]
     return [y / representation.feature_scale for y in spectra]
 
@@ -61,7 +61,7 @@ def features(representation, s, atoms):
 def member_energies(fitted, atoms):
     """The energy of a structure by each member: (N_R,)."""
     representation = fitted.representation
-    scales = representation.soap.scales
+    scales = representation.settings.scales
     total_weight = sum(scale.weight for scale in scales)
     energies = np.zeros(fitted.weights.shape[1])
     first = 0
@@ -70,7 +70,7 @@ def member_energies(fitted, atoms):
         first += width
         share = fitted.kernel_scale * scales[s].weight / total_weight
         for x in features(representation, s, atoms):
-            kernel = np.array([power(x @ X, representation.soap.exponent) for X in X_M])
+            kernel = np.array([power(x @ X, representation.settings.exponent) for X in X_M])
             energies += share * kernel @ fitted.weights
     for number in atoms.numbers:
         column = fitted.baseline.species.index(number)

@@ -16,11 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from qualms.arrays import whole_blocks
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
-from qualms.features.base import (
-    Problem,
-    Representation,
-    stream_features,
-)
+from qualms.features.base import Problem, Representation, stream_features
 from qualms.features.compression import fit_projection, mixing_weights, principal_components
 from qualms.features.soap import (
     PRESETS,
@@ -31,10 +27,8 @@ from qualms.features.soap import (
     Soap,
     SoapRepresentation,
     choose_preset,
-    fit_representation,
     make_engine,
     make_soap,
-    resolve_compression,
 )
 from qualms.gp.kernels import PowerKernel, normalize_rows
 
@@ -67,6 +61,11 @@ def plain(engine="dscribe", **overrides):
 
 def all_atoms(frames):
     return [np.arange(len(atoms)) for atoms in frames]
+
+
+def fitted(settings, frames):
+    """A representation with what is fitted to all atoms of some structures."""
+    return settings.fit(SPECIES, Problem(1, False), lambda: (frames, all_atoms(frames)))
 
 
 def features(representation, *frames):
@@ -142,7 +141,7 @@ def test_chosen_presets(frames, kind, preset):
 
 
 @pytest.mark.parametrize(
-    ("given", "parameter"),
+    ("representation", "parameter"),
     [
         ("bogus", "representation"),
         (5, "representation"),
@@ -163,9 +162,9 @@ def test_chosen_presets(frames, kind, preset):
         ({"exponent": 0.5}, "exponent"),
     ],
 )
-def test_wrong_hyper_parameters_are_named(given, parameter):
+def test_wrong_hyper_parameters_are_named(representation, parameter):
     with rejects(parameter):
-        make_soap(given)
+        make_soap(representation)
 
 
 @of_engines
@@ -220,6 +219,7 @@ def test_densities_and_their_changes_own_their_memory():
 FOUR = Atoms("OHHC", [[0, 0, 0], [0.9, 0.2, 0], [-0.3, 0.9, 0.1], [0.4, -0.5, 1.1]])
 THREE = Atoms("CHO", [[0, 0, 0], [0.2, 1.0, 0.1], [0.9, -0.6, 0.3]])
 CENTERS = [np.arange(3), np.arange(2)]
+SAME = np.eye(len(SPECIES))
 
 
 def rotations(n):
@@ -231,15 +231,12 @@ def rotations(n):
     return Rotation.from_euler("ZYZ", grid).as_matrix(), np.array(weights)
 
 
-def oracle_matrix(
-    width=0.5, cutoff=4.0, weight_of=lambda r: 1.0, center_weight=1.0, similarity=None
-):
+def oracle_matrix(weight_of=lambda r: 1.0, center_weight=1.0, similarity=SAME):
     """All kernels between the environments of FOUR and THREE, not normalised.
 
     The similarity of elements is that of pseudo-species, or one for the same and zero for others.
     """
-    similarity = np.eye(len(SPECIES)) if similarity is None else similarity
-    environments = []
+    width, cutoff, environments = 0.5, 4.0, []
     for atoms, centers in zip((FOUR, THREE), CENTERS, strict=True):
         for center in centers:
             r = atoms.positions - atoms.positions[center]
@@ -261,8 +258,8 @@ def oracle_matrix(
 
 
 def engine_matrix(engine, n_radial, l_max, **overrides):
-    given = {"gaussian_width": 0.5, "n_radial": n_radial, "l_max": l_max, "normalize": False}
-    X = plain(engine, **given, **overrides).features([FOUR, THREE], CENTERS).astype(np.float64)
+    sizes = {"gaussian_width": 0.5, "n_radial": n_radial, "l_max": l_max, "normalize": False}
+    X = plain(engine, **sizes, **overrides).features([FOUR, THREE], CENTERS).astype(np.float64)
     return X @ X.T
 
 
@@ -278,31 +275,40 @@ def test_power_spectra_converge_to_the_integral_over_rotations(engine, radial_ba
     K = oracle_matrix()
     errors = []
     for n_radial, l_max in ((2, 1), (4, 3), (8, 8)):
-        found = engine_matrix(engine, n_radial, l_max, radial_basis=radial_basis)
-        errors.append(np.abs(cosines_of(found) - cosines_of(K)).max())
+        spectra = engine_matrix(engine, n_radial, l_max, radial_basis=radial_basis)
+        errors.append(np.abs(cosines_of(spectra) - cosines_of(K)).max())
     assert errors[0] > 5 * errors[1] > 25 * errors[2]
     assert errors[2] < 5e-4
     # Lengths too, up to a factor that all environments share.
-    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+    np.testing.assert_allclose(spectra / np.trace(spectra), K / np.trace(K), rtol=1e-3)
 
 
-@of_engines
-def test_weights_of_neighbours_and_of_the_centre(engine):
-    scaling = RadialScaling(scale=1.2, exponent=3.0, rate=0.7)
-    W = mixing_weights(SPECIES, 2) if engine == "pseudo-species" else np.eye(len(SPECIES))
-    weights = {"weight_of": lambda r: 0.7 / (0.7 + (r / 1.2) ** 3), "center_weight": 1.7}
-    K = oracle_matrix(**weights, similarity=W @ W.T)
-    found = engine_matrix(engine, 8, 8, radial_scaling=scaling, center_weight=1.7)
-    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+def scaled(r):
+    return 0.7 / (0.7 + (r / 1.2) ** 3)
 
 
-def test_smoothing_weights_neighbours_by_half_a_cosine():
-    def weight(r):
-        return 1.0 if r < 0.8 else 0.5 * (1 + math.cos(math.pi * (r - 0.8) / 3.2))
+def half_a_cosine(r):
+    return 1.0 if r < 0.8 else 0.5 * (1 + math.cos(math.pi * (r - 0.8) / 3.2))
 
-    K = oracle_matrix(weight_of=weight)
-    found = engine_matrix("featomic", 8, 8, smoothing=3.2)
-    np.testing.assert_allclose(found / np.trace(found), K / np.trace(K), rtol=1e-3)
+
+SCALED = {"radial_scaling": RadialScaling(scale=1.2, exponent=3.0, rate=0.7), "center_weight": 1.7}
+
+
+@pytest.mark.parametrize(
+    ("engine", "weight_of", "overrides"),
+    [
+        ("dscribe", scaled, SCALED),
+        ("featomic", scaled, SCALED),
+        ("pseudo-species", scaled, SCALED),
+        ("featomic", half_a_cosine, {"smoothing": 3.2}),
+    ],
+)
+def test_weights_of_neighbours_and_of_the_centre(engine, weight_of, overrides):
+    W = mixing_weights(SPECIES, 2) if engine == "pseudo-species" else SAME
+    center_weight = overrides.get("center_weight", 1.0)
+    K = oracle_matrix(weight_of=weight_of, center_weight=center_weight, similarity=W @ W.T)
+    spectra = engine_matrix(engine, 8, 8, **overrides)
+    np.testing.assert_allclose(spectra / np.trace(spectra), K / np.trace(K), rtol=1e-3)
 
 
 # --- pseudo-species ---
@@ -323,13 +329,11 @@ def test_weights_of_pseudo_species():
     assert similarity.shape == (4, 4)
     assert np.linalg.eigvalsh(similarity)[0] > 0.05
     np.testing.assert_allclose(np.diag(similarity), 1)
-
-
-def test_weights_do_not_depend_on_the_order_of_elements():
+    # The order of elements does not matter.
     some = np.array([13, 28, 29, 46, 47, 78, 79])
     order = np.random.default_rng(0).permutation(len(some))
-    expected, found = (mixing_weights(z, 4) for z in (some, some[order]))
-    np.testing.assert_allclose(found @ found.T, (expected @ expected.T)[np.ix_(order, order)])
+    sorted_, permuted = (mixing_weights(z, 4) for z in (some, some[order]))
+    np.testing.assert_allclose(permuted @ permuted.T, (sorted_ @ sorted_.T)[np.ix_(order, order)])
 
 
 # --- invariances ---
@@ -361,14 +365,14 @@ def crystal(pbc=True):
 
 def with_images(atoms, reach):
     """A molecule of the atoms and all periodic images within reach, the atoms first."""
-    found = Atoms(atoms.numbers, atoms.positions)
+    images = Atoms(atoms.numbers, atoms.positions)
     ranges = [range(-3, 4) if periodic else (0,) for periodic in atoms.pbc]
     for shift in itertools.product(*ranges):
         if any(shift):
             moved = atoms.positions + np.array(shift) @ atoms.cell.array
             near = np.linalg.norm(moved[:, None] - atoms.positions, axis=2).min(axis=1) < reach
-            found += Atoms(atoms.numbers[near], moved[near])
-    return found
+            images += Atoms(atoms.numbers[near], moved[near])
+    return images
 
 
 @of_engines
@@ -428,9 +432,9 @@ def test_molecules_with_some_of_the_species_are_described_in_all(engine, size):
         atoms = Atoms(numbers, rng.uniform(-1.5, 1.5, (size + 1, 3)))
         # With all species present beyond the cutoff, no features need to be placed.
         whole = atoms + Atoms(everything, 100.0 + 50 * np.arange(12.0).reshape(4, 3))
-        found = features(representation, atoms)
-        close(found, features(representation, whole)[: size + 1])
-        assert (found != 0).any()
+        spectra = features(representation, atoms)
+        close(spectra, features(representation, whole)[: size + 1])
+        assert (spectra != 0).any()
 
 
 @of_engines
@@ -441,14 +445,14 @@ def test_centers_are_rows_in_the_order_given(engine):
     centers = [rng.permutation(len(a))[: rng.integers(0, len(a))] for a in frames]
     centers[3] = centers[3][:0]
     chosen = [features(representation, a)[c] for a, c in zip(frames, centers, strict=True)]
-    found = representation.features(frames, centers)
-    assert found.dtype == np.float32
-    close(found, np.concatenate(chosen))
-    assert representation.features(frames, [c[:0] for c in centers]).shape == (0, found.shape[1])
-    assert representation.features([], []).shape == (0, found.shape[1])
-    precise = SoapRepresentation(soap(engine), SPECIES, precise=True).features(frames, centers)
-    assert precise.dtype == np.float64
-    close(found, precise)
+    spectra = representation.features(frames, centers)
+    assert spectra.dtype == np.float32
+    close(spectra, np.concatenate(chosen))
+    assert representation.features(frames, [c[:0] for c in centers]).shape == (0, spectra.shape[1])
+    assert representation.features([], []).shape == (0, spectra.shape[1])
+    exact = representation.exact().features(frames, centers)
+    assert exact.dtype == np.float64
+    close(spectra, exact)
 
 
 @of_engines
@@ -459,9 +463,7 @@ def test_features_have_unit_length_at_every_scale_or_on_average(engine):
     X = features(both, *frames)
     for columns in both.columns:
         np.testing.assert_allclose(np.linalg.norm(X[:, columns], axis=1), 1, rtol=1e-6)
-    wanted = soap(engine, normalize=False)
-    free = fit_representation(wanted, SPECIES, frames, all_atoms(frames), None)
-    Y = features(free, *frames)
+    Y = features(fitted(soap(engine, normalize=False), frames), *frames)
     assert np.mean(np.sum(Y**2, axis=1)) == pytest.approx(1, rel=1e-5)
     assert np.ptp(np.linalg.norm(Y, axis=1)) > 0.1
     close(normalize_rows(Y), features(plain(engine), *frames))
@@ -473,11 +475,11 @@ def test_the_kernel_of_two_scales_is_the_weighted_sum():
         Scale(cutoff=5.0, n_radial=4, l_max=3, weight=3.0),
     )
     frames, kernels = some_molecules(8), []
-    for chosen in (scales, scales[:1], scales[1:]):
-        one = plain(scales=chosen, exponent=3)
-        X = features(one, *frames)
-        kernels.append(one.kernel(X[:20], X[20:]))
-        np.testing.assert_allclose(one.kernel.diag(X), 1, rtol=1e-5)
+    for some in (scales, scales[:1], scales[1:]):
+        representation = plain(scales=some, exponent=3)
+        X = features(representation, *frames)
+        kernels.append(representation.kernel(X[:20], X[20:]))
+        np.testing.assert_allclose(representation.kernel.diag(X), 1, rtol=1e-5)
     np.testing.assert_allclose(kernels[0], 0.25 * kernels[1] + 0.75 * kernels[2], atol=1e-6)
     assert np.abs(kernels[1] - kernels[2]).max() > 0.01
 
@@ -488,24 +490,23 @@ of_methods = pytest.mark.parametrize("method", ["pca", "pairs"])
 
 
 def compressed(method, n_features, frames=None, **overrides):
-    frames = some_molecules() if frames is None else frames
-    wanted = soap(compression=Compression(method=method, n_features=n_features), **overrides)
-    return fit_representation(wanted, SPECIES, frames, all_atoms(frames), wanted.compression)
+    compression = Compression(method=method, n_features=n_features)
+    return fitted(soap(compression=compression, **overrides), frames or some_molecules())
 
 
 @of_methods
 @pytest.mark.parametrize("normalize", [True, False])
 def test_more_features_keep_the_kernel_better(method, normalize):
-    fitted = [compressed(method, n, normalize=normalize) for n in (3, 12, 50)]
-    assert [r.n_features for r in fitted] == [3, 12, 50]
-    errors = [r.projections[0].kernel_error for r in fitted]
+    representations = [compressed(method, n, normalize=normalize) for n in (3, 12, 50)]
+    assert [r.n_features for r in representations] == [3, 12, 50]
+    errors = [r.projections[0].kernel_error for r in representations]
     assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
     assert errors[2] < 0.01
     # The error on the rows set aside is the error for other structures, too.
     others = some_molecules(80)[40:]
     unit = features(plain(), *others)
-    for r, expected in zip(fitted, errors, strict=True):
-        Y = normalize_rows(features(r, *others))
+    for representation, expected in zip(representations, errors, strict=True):
+        Y = normalize_rows(features(representation, *others))
         error = np.sqrt(np.mean((unit @ unit.T - Y @ Y.T) ** 2))
         assert 0.25 < error / expected < 4
 
@@ -536,24 +537,36 @@ def test_components_of_pairs_belong_to_one_pair_each(engine):
 @of_methods
 def test_compressed_features_are_projected_and_normalised(engine, method):
     frames = some_molecules()
-    fitted = compressed(method, 20, frames, engine=engine)
-    expected = normalize_rows(features(plain(engine), *frames) @ fitted.projections[0].matrix)
-    np.testing.assert_allclose(features(fitted, *frames), expected, atol=5e-6)
+    representation = compressed(method, 20, frames, engine=engine)
+    matrix = representation.projections[0].matrix
+    expected = normalize_rows(features(plain(engine), *frames) @ matrix)
+    np.testing.assert_allclose(features(representation, *frames), expected, atol=5e-6)
 
 
-def test_automatic_compression():
-    assert compressed("pca", 10_000).projections == ()
-    small, large = make_soap("organic", n_radial=2, l_max=2), make_soap("nmr")
-    assert resolve_compression(small, SPECIES, Problem(5000, False)) is None
-    assert resolve_compression(large, SPECIES, Problem(500, False)) is None
-    assert resolve_compression(large, SPECIES, Problem(5000, False)) == Compression()
-    for n_representatives, n_features in ((500, 192), (5000, 384)):
-        by_pairs = Compression(method="pairs", n_features=n_features)
-        assert resolve_compression(large, SPECIES, Problem(n_representatives, True)) == by_pairs
-    assert resolve_compression(small, SPECIES, Problem(500, True)) is None
-    for wanted in (None, Compression(method="pairs", n_features=7)):
-        given = make_soap("nmr", compression=wanted)
-        assert resolve_compression(given, SPECIES, Problem(5000, False)) == wanted
+SMALL, LARGE = make_soap("organic", n_radial=2, l_max=2), make_soap("nmr")
+PAIRS_OF_7 = Compression(method="pairs", n_features=7)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "problem", "compression"),
+    [
+        (SMALL, Problem(5000, False), None),
+        (SMALL, Problem(500, True), None),
+        (LARGE, Problem(500, False), None),
+        (LARGE, Problem(5000, False), Compression()),
+        (LARGE, Problem(500, True), Compression(method="pairs", n_features=192)),
+        (LARGE, Problem(5000, True), Compression(method="pairs", n_features=384)),
+        (make_soap("nmr", compression=None), Problem(5000, False), None),
+        (make_soap("nmr", compression=PAIRS_OF_7), Problem(5000, False), PAIRS_OF_7),
+        (make_soap(SMALL, compression=Compression()), Problem(5000, False), None),
+    ],
+)
+def test_choice_of_a_compression(settings_, problem, compression):
+    representation = SoapRepresentation(settings_, SPECIES)
+    assert representation.choose_compression(problem) == compression
+    n = representation.n_features
+    n_compressed = n if compression is None else compression.n_features
+    assert settings_.n_features(SPECIES, problem) == (n_compressed, n)
 
 
 # --- streams of batches ---
@@ -566,8 +579,8 @@ def test_batches_are_all_structures_in_order(batch):
     centers[-1] = centers[-1][:0]
     structures = zip(frames, centers, strict=True)
     batches = list(stream_features(plain(), structures, batch=batch, n_workers=2))
-    found = np.concatenate([b.features for b in batches])
-    np.testing.assert_array_equal(found, plain().features(frames, centers))
+    spectra = np.concatenate([b.features for b in batches])
+    np.testing.assert_array_equal(spectra, plain().features(frames, centers))
     np.testing.assert_array_equal(np.concatenate([b.sizes for b in batches]), [*map(len, centers)])
     for b in batches:
         assert b.offsets[-1] == len(b.features) < batch + max(map(len, frames))

@@ -7,6 +7,7 @@ import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,13 +17,14 @@ import pytest
 from ase import Atoms
 from ase.build import bulk
 from atomistic_fixtures import ENERGY, labelled_dimers, problem_of, rows_of, same_predictions
+from checks import rejects
 from fake_network import Densities, NoDerivatives
 from test_cli import qualms
 
 from qualms import AtomisticModel
 from qualms.ase import Calculator
 from qualms.atomistic.settings import make_settings
-from qualms.errors import InputError, QualmsWarning
+from qualms.errors import QualmsWarning
 from qualms.features.base import Problem
 from qualms.features.learned import Backbone, LearnedRepresentation, make_backbone
 from qualms.gp.kernels import ExponentialKernel, RBFKernel, normalize_rows
@@ -32,7 +34,6 @@ with contextlib.suppress(ImportError), warnings.catch_warnings():
     import metatomic.torch  # noqa: F401 — before torch_geometric, which breaks TorchScript
 
 FEW = {"baseline": "mean", "n_representatives": 60, "n_members": 8, "n_posterior": 4, "threads": 1}
-STEP = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -44,58 +45,96 @@ def dimers():
 def trained(dimers):
     """A model of energies and forces with features of an object."""
     noise = {"noise": 1e-4, "forces_noise": 1e-2}  # larger weights would amplify rounding
-    given = {"forces": "forces", "units": "eV", "representation": Densities()}
-    return AtomisticModel("energy", **given, **noise, **FEW).fit(dimers[:40])
+    options = {"forces": "forces", "units": "eV", "representation": Densities()}
+    return AtomisticModel("energy", **options, **noise, **FEW).fit(dimers[:40])
+
+
+@pytest.fixture(scope="module")
+def pretrained(dimers):
+    """A model of energies and forces with features of a network whose weights are in its wheel."""
+    pytest.importorskip("torch")
+    if find_spec("sevenn") is None:
+        pytest.skip("sevenn is not installed")
+    options = {"forces": "forces", "units": "eV", "calibration": "student"}
+    options |= {"representation": "sevennet", "noise": 1e-4, "forces_noise": 1e-2}
+    return AtomisticModel("energy", **options, **FEW).fit(dimers[:16])
 
 
 def test_an_object_is_as_good_as_any_representation(trained, dimers):
     new = dimers[40:]
-    found = trained.predict(new, forces=True)
+    predicted = trained.predict(new, forces=True)
     forces = np.concatenate([atoms.arrays["forces"] for atoms in new])
     energies = np.array([atoms.info["energy"] for atoms in new])
-    np.testing.assert_allclose(found.energy.mean, trained.predict(new).mean, atol=1e-5)
-    assert np.abs(found.energy.mean - energies).mean() < 0.2 * energies.std()
-    assert np.abs(found.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
-    assert np.all(found.forces.std > 0)
+    np.testing.assert_allclose(predicted.energy.mean, trained.predict(new).mean, atol=1e-5)
+    assert np.abs(predicted.energy.mean - energies).mean() < 0.2 * energies.std()
+    assert np.abs(predicted.forces.mean - forces).mean() < 0.3 * np.abs(forces).mean()
+    assert np.all(predicted.forces.std > 0)
 
 
-def test_forces_are_derivatives_of_the_energies_of_all_members(trained, dimers):
-    atoms = dimers[50]
-    forces = trained.predict([atoms], forces=True).forces.uncalibrated.members
+def shifted(frames, s, i, axis, step):
+    """Copies of structures, of which an atom of one is moved."""
+    frames = [atoms.copy() for atoms in frames]
+    frames[s].positions[i, axis] += step
+    return frames
+
+
+def sheared(atoms, step):
+    strained, strain = atoms.copy(), np.eye(3)
+    strain[0, 1] = strain[1, 0] = step / 2
+    strained.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+    return [strained]
+
+
+def slope(function, change, h=1e-4):
+    """The central difference of a function of structures."""
+    return (function(change(h)) - function(change(-h))) / (2 * h)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "tolerance"), [("trained", 1e-3, 1e-4), ("pretrained", 2e-4, 1e-3)]
+)
+def test_forces_are_derivatives_of_the_energies_of_all_members(
+    name, step, tolerance, dimers, request
+):
+    model, atoms = request.getfixturevalue(name), dimers[50]
+    predicted = model.predict([atoms], forces=True)
+    forces = predicted.forces.uncalibrated.members
+    assert forces.shape == (5, 3, 12)
+    np.testing.assert_allclose(predicted.energy.mean, model.predict([atoms]).mean, atol=1e-5)
     for i, axis in ((0, 0), (3, 1)):
-        moved = [atoms.copy(), atoms.copy()]
-        for one, sign in zip(moved, (1, -1), strict=True):
-            one.positions[i, axis] += sign * STEP
-        plus, minus = trained.predict(moved).uncalibrated.members
-        expected = -(plus - minus) / (2 * STEP)
-        np.testing.assert_allclose(forces[i, axis], expected, atol=1e-4 * np.abs(forces).max())
+        change = partial(shifted, [atoms], 0, i, axis)
+        energies = slope(lambda frames: model.predict(frames).uncalibrated.members[0], change, step)
+        atol = tolerance * np.abs(forces).max()
+        np.testing.assert_allclose(forces[i, axis], -energies, atol=atol)
 
 
-def test_training_rows_are_derivatives_of_energies(dimers):
+@pytest.mark.parametrize(("name", "tolerance"), [("trained", 1e-7), ("pretrained", 1e-4)])
+def test_training_rows_are_derivatives_of_energies(name, tolerance, dimers, request):
     """Changes of features that training uses are those of the vector-Jacobian product."""
-    representation = LearnedRepresentation(make_backbone(Densities()), (1, 8), 17)
-    (features,) = representation.differentiable
+    (features,) = request.getfixturevalue(name).fitted.representation.differentiable
     (tape,) = features.tapes(dimers[:2], ("positions", "strain"))
-    rng = np.random.default_rng(0)
-    slopes = rng.normal(size=tape.y.shape)
+    slopes = np.random.default_rng(0).normal(size=tape.y.shape)
+    slopes -= np.einsum("nf,nf->n", slopes, tape.x)[:, None] * tape.x
+    slopes /= tape.lengths
     positions, strain = tape.pull_back(slopes[:, None], np.arange(tape.y.shape[1]))
-    found = np.zeros((len(tape.atoms), 3))
+    of_rows = np.zeros((len(tape.atoms), 3))
     for owners, atoms, columns, values, complete in tape.push_forward():
         change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
-        np.add.at(found, atoms, change)
+        np.add.at(of_rows, atoms, change)
         assert complete
-    np.testing.assert_allclose(found, positions[..., 0], atol=1e-5)
+    atol = tolerance * np.abs(positions).max()
+    np.testing.assert_allclose(of_rows, positions[..., 0], atol=atol)
     strained = np.einsum("nvf,nf->nv", tape.push_strain(), slopes)
-    expected = np.stack([strained[:5].sum(axis=0), strained[5:].sum(axis=0)])
-    np.testing.assert_allclose(expected, strain[..., 0], atol=1e-5)
+    of_structures = np.stack([strained[:5].sum(axis=0), strained[5:].sum(axis=0)])
+    np.testing.assert_allclose(of_structures, strain[..., 0], atol=atol)
 
 
 def test_the_calculator_of_ase(trained, dimers):
     atoms = dimers[55].copy()
     atoms.calc = Calculator(trained)
-    found = trained.predict([atoms], forces=True)[0]
-    assert atoms.get_potential_energy() == pytest.approx(float(found.energy.mean))
-    np.testing.assert_allclose(atoms.get_forces(), found.forces.mean, atol=1e-10)
+    predicted = trained.predict([atoms], forces=True)[0]
+    assert atoms.get_potential_energy() == pytest.approx(float(predicted.energy.mean))
+    np.testing.assert_allclose(atoms.get_forces(), predicted.forces.mean, atol=1e-10)
 
 
 def test_saving_needs_the_object_again(trained, dimers, tmp_path):
@@ -111,10 +150,9 @@ def test_saving_needs_the_object_again(trained, dimers, tmp_path):
     )
     with pytest.warns(QualmsWarning):
         other.prepare()
-    for given in (None, NoDerivatives(), "weights.pth"):
-        with pytest.raises(InputError) as error:
-            AtomisticModel.load(path, representation=given)
-        assert error.value.parameter == "representation"
+    for weights in (None, NoDerivatives(), "weights.pth"):
+        with rejects("representation"):
+            AtomisticModel.load(path, representation=weights)
     assert trained.fitted.representation.serial == np.inf  # objects may not be pickled
 
 
@@ -129,8 +167,8 @@ def test_the_kernel_is_a_gaussian_less_a_constant():
     np.testing.assert_allclose(ExponentialKernel(100.0)(X, Y), X @ Y.T, atol=1e-4)
     t, h = np.linspace(-1, 1, 7), 1e-6
     value, slope = kernel.value_and_slope(t)
-    one, two = (kernel.value_and_slope(t + s)[0] for s in (h, -h))
-    np.testing.assert_allclose(slope, (one - two) / (2 * h), rtol=1e-6)
+    plus, minus = (kernel.value_and_slope(t + s)[0] for s in (h, -h))
+    np.testing.assert_allclose(slope, (plus - minus) / (2 * h), rtol=1e-6)
     np.testing.assert_allclose(value, np.expm1(t / 0.49) / np.expm1(1 / 0.49))
 
 
@@ -146,15 +184,15 @@ def test_elements_have_columns_of_their_own(dimers):
 
 def test_forces_of_some_atoms(dimers):
     """Rows of the forces on chosen atoms are those that training on all forces has."""
-    given = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
+    forces = {"forces": "forces", "units": "eV", "representation": Densities(), **FEW}
     some, every = (
-        problem_of(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **given}))
+        problem_of(dimers[:20], make_settings({"target": "energy", "force_atoms": n, **forces}))
         for n in (2, "all")
     )
     assert some.data.quantities["forces"].rows.size == 20 * 2 * 3
-    one, two = (rows_of(problem)[0] for problem in (some, every))
-    known = np.concatenate([np.isfinite(f).ravel() for f in one.sample.derivatives.forces])
-    np.testing.assert_allclose(one.kept.Phi[20:], two.kept.Phi[20:][known], atol=1e-9)
+    of_some, of_all = (rows_of(problem)[0] for problem in (some, every))
+    chosen = np.concatenate([np.isfinite(f).ravel() for f in of_some.sample.derivatives.forces])
+    np.testing.assert_allclose(of_some.kept.Phi[20:], of_all.kept.Phi[20:][chosen], atol=1e-9)
     assert Backbone(backbone="sevennet").n_moving(np.full(100, 24), "default") is None
     assert Backbone(backbone="sevennet").n_moving(np.full(1000, 24), "default") == 3
 
@@ -167,18 +205,15 @@ def broken(**changes):
 
 
 def test_no_forces_without_derivatives(dimers):
-    with pytest.raises(InputError) as error:
+    with rejects("representation"):
         AtomisticModel("energy", forces="forces", representation=NoDerivatives())
-    assert error.value.parameter == "representation"
     model = AtomisticModel("energy", representation=NoDerivatives(), **FEW).fit(dimers[:30])
     assert np.all(model.predict(dimers[40:]).std > 0)
-    with pytest.raises(InputError) as error:
+    with rejects("representation"):
         model.predict(dimers[:1], forces=True)
-    assert error.value.parameter == "representation"
-    given = {**FEW, "baseline": "backbone"}  # it has no energies either
-    with pytest.raises(InputError) as error:
-        AtomisticModel("energy", representation=NoDerivatives(), **given).fit(dimers[:30])
-    assert error.value.parameter == "baseline"
+    options = {**FEW, "baseline": "backbone"}  # it has no energies either
+    with rejects("baseline"):
+        AtomisticModel("energy", representation=NoDerivatives(), **options).fit(dimers[:30])
 
 
 def lengths(frames):
@@ -188,19 +223,24 @@ def lengths(frames):
 @pytest.mark.parametrize(
     ("changes", "parameter"),
     [
-        ({"features": lambda self, frames: np.full((sum(map(len, frames)), 17), np.nan)}, None),
-        ({"features": lambda self, frames: np.ones((sum(map(len, frames)), 17))}, None),
-        ({"features": lambda self, frames: np.ones((3, 17))}, None),
-        ({"features": lambda self, frames: lengths(frames)[:, None] * np.ones(17)}, None),
+        (
+            {"features": lambda self, frames: np.full((sum(map(len, frames)), 17), np.nan)},
+            "representation",
+        ),
+        ({"features": lambda self, frames: np.ones((sum(map(len, frames)), 17))}, "representation"),
+        ({"features": lambda self, frames: np.ones((3, 17))}, "representation"),
+        (
+            {"features": lambda self, frames: np.outer(lengths(frames), np.ones(17))},
+            "representation",
+        ),
         ({"species": (1, 6)}, "frames"),
     ],
     ids=["not finite", "constant", "shape", "constant direction", "elements"],
 )
 def test_bad_features(dimers, changes, parameter):
     model = AtomisticModel("energy", representation=broken(**changes), **FEW)
-    with pytest.raises(InputError) as error:
+    with rejects(parameter):
         model.fit(dimers[:30])
-    assert error.value.parameter == (parameter or "representation")
 
 
 @pytest.mark.parametrize(
@@ -215,20 +255,18 @@ def test_bad_features(dimers, changes, parameter):
 def test_bad_derivatives(dimers, pulled):
     network = broken(vjp=lambda self, frames: (Densities().features(frames), pulled))
     model = AtomisticModel("energy", representation=network, **FEW).fit(dimers[:30])
-    with pytest.raises(InputError) as error:
+    with rejects("representation"):
         model.predict(dimers[:1], forces=True)
-    assert error.value.parameter == "representation"
 
 
 def test_features_of_an_object_in_shards(dimers):
-    model = AtomisticModel("energy", representation=Densities(), **FEW)
-    whole, parts = (
-        model.fit(dimers[:30]),
-        AtomisticModel("energy", representation=Densities(), **FEW),
+    a, b = (
+        AtomisticModel("energy", representation=Densities(), **FEW)
+        .fit(dimers[:30], executor=executor)
+        .predict(dimers[30:])
+        for executor in (None, ThreadPoolExecutor(1))
     )
-    found = parts.fit(dimers[:30], executor=ThreadPoolExecutor(1)).predict(dimers[30:])
-    expected = whole.predict(dimers[30:])
-    z = (found.mean - expected.mean) / np.hypot(found.std, expected.std)
+    z = (a.mean - b.mean) / np.hypot(a.std, b.std)
     assert np.sqrt(np.mean(z**2)) < 1.0
 
 
@@ -259,17 +297,14 @@ def test_a_network_that_is_not_deterministic(dimers):
     ],
 )
 def test_bad_hyper_parameters(representation, parameter):
-    with pytest.raises(InputError) as error:
+    with rejects(parameter):
         AtomisticModel(ENERGY, representation=representation)
-    assert error.value.parameter == parameter
 
 
 def test_names_of_backbones():
-    found = [make_backbone(name) for name in ("sevennet", "mace:some/where.model")]
-    assert found == [
-        Backbone(backbone="sevennet"),
-        Backbone(backbone="mace", model="some/where.model"),
-    ]
+    assert make_backbone("sevennet") == Backbone(backbone="sevennet")
+    mace = Backbone(backbone="mace", model="some/where.model")
+    assert make_backbone("mace:some/where.model") == mace
     assert make_backbone("organic") is None
 
 
@@ -280,39 +315,11 @@ def test_a_missing_package(monkeypatch, dimers):
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr("qualms.features.learned.version", version)
-    with pytest.raises(InputError) as error:
+    with rejects("representation"):
         AtomisticModel("energy", representation="sevennet").fit(dimers)
-    assert error.value.parameter == "representation"
-    assert "pip install 'qualms[sevennet]'" in str(error.value)
 
 
 # --- pretrained networks, with their weights ---
-
-
-@pytest.fixture(scope="module")
-def pretrained(dimers):
-    """A model of energies and forces with features of a network whose weights are in its wheel."""
-    pytest.importorskip("torch")
-    if find_spec("sevenn") is None:
-        pytest.skip("sevenn is not installed")
-    given = {"forces": "forces", "units": "eV", "calibration": "student"}
-    given |= {"representation": "sevennet", "noise": 1e-4, "forces_noise": 1e-2}
-    return AtomisticModel("energy", **given, **FEW).fit(dimers[:16])
-
-
-def test_forces_of_networks_are_derivatives(pretrained, dimers):
-    atoms = dimers[50]
-    found = pretrained.predict([atoms], forces=True)
-    forces = found.forces.uncalibrated.members
-    np.testing.assert_allclose(found.energy.mean, pretrained.predict([atoms]).mean, atol=1e-5)
-    for i, axis in ((0, 0), (3, 1)):
-        moved = [atoms.copy(), atoms.copy()]
-        for one, sign in zip(moved, (1, -1), strict=True):
-            one.positions[i, axis] += sign * 2e-4
-        plus, minus = pretrained.predict(moved).uncalibrated.members
-        expected = -(plus - minus) / 4e-4
-        np.testing.assert_allclose(forces[i, axis], expected, atol=1e-3 * np.abs(forces).max())
-    assert forces.shape[-1] == 12
 
 
 def test_predictions_do_not_depend_on_the_batch(pretrained, dimers):
@@ -321,37 +328,16 @@ def test_predictions_do_not_depend_on_the_batch(pretrained, dimers):
     np.testing.assert_allclose(together.mean, alone, atol=1e-4 * together.std.min())
 
 
-def test_training_rows_of_networks(pretrained, dimers):
-    """Central differences agree with automatic differentiation."""
-    (features,) = pretrained.fitted.representation.differentiable
-    (tape,) = features.tapes(dimers[:1], ("positions", "strain"))
-    slopes = np.random.default_rng(0).normal(size=tape.y.shape)
-    slopes -= np.einsum("nf,nf->n", slopes, tape.x)[:, None] * tape.x
-    slopes /= tape.lengths
-    positions, strain = tape.pull_back(slopes[:, None], np.arange(tape.y.shape[1]))
-    found = np.zeros((5, 3))
-    for owners, atoms, columns, values, _ in tape.push_forward():
-        change = np.einsum("pcf,pf->pc", values, slopes[owners][:, columns])
-        np.add.at(found, atoms, change)
-    scale = np.abs(positions).max()
-    np.testing.assert_allclose(found, positions[..., 0], atol=1e-4 * scale)
-    strained = np.einsum("nvf,nf->v", tape.push_strain(), slopes)
-    np.testing.assert_allclose(strained, strain[0, :, 0], atol=1e-4 * scale)
-
-
 def test_a_file_has_the_digest_of_the_weights(pretrained, dimers, tmp_path):
     path = tmp_path / "model.safetensors"
     pretrained.save(path)
     loaded = AtomisticModel.load(path, threads=1)
     same_predictions(pretrained, loaded, dimers[40:42])
-    settings = loaded.fitted.settings.representation
-    assert len(settings.sha256) == 64
+    assert len(loaded.fitted.settings.representation.sha256) == 64
     other = tmp_path / "other.pth"
     other.write_bytes(b"not these")
-    with pytest.raises(InputError) as error:
+    with rejects("model"):
         AtomisticModel.load(path, representation=other)
-    assert error.value.parameter == "model"
-    assert settings.sha256[:16] in str(error.value)
 
 
 def test_weights_are_opened_once(pretrained):
@@ -362,20 +348,8 @@ def test_weights_are_opened_once(pretrained):
 
 def test_elements_that_a_network_does_not_know(pretrained, dimers):
     atoms = Atoms("OH2Og", dimers[0].positions[:4])
-    with pytest.raises(InputError) as error:
+    with rejects("frames"):
         pretrained.settings.features.resolved(atoms.numbers)
-    assert error.value.parameter == "frames"
-
-
-def test_energies_of_the_network_itself(pretrained, dimers):
-    network = pretrained.fitted.representation.network
-    found = network.potential(dimers[:2], forces=True)
-    one, two = dimers[0].copy(), dimers[0].copy()
-    one.positions[1, 0] += 1e-3
-    two.positions[1, 0] -= 1e-3
-    plus, minus = network.potential([one, two]).energies
-    assert found.forces[0][1, 0] == pytest.approx(-(plus - minus) / 2e-3, abs=1e-3)
-    assert found.stresses is None
 
 
 def test_sevennet_is_that_of_its_own_calculator(dimers):
@@ -388,12 +362,12 @@ def test_sevennet_is_that_of_its_own_calculator(dimers):
     crystal = bulk("NaCl", "rocksalt", 5.6)
     crystal.rattle(0.1, seed=0)
     frames = [crystal, dimers[0].copy()]
-    found = make_backbone("sevennet").opened().potential(frames, forces=True, stress=True)
+    values = make_backbone("sevennet").opened().potential(frames, forces=True, stress=True)
     for s, atoms in enumerate(frames):
         atoms.calc = calculator  # in float32
-        assert atoms.get_potential_energy() == pytest.approx(found.energies[s], abs=1e-4)
-        np.testing.assert_allclose(atoms.get_forces(), found.forces[s], atol=1e-4)
-    np.testing.assert_allclose(crystal.get_stress(), found.stresses[0], atol=1e-5)
+        assert atoms.get_potential_energy() == pytest.approx(values.energies[s], abs=1e-4)
+        np.testing.assert_allclose(atoms.get_forces(), values.forces[s], atol=1e-4)
+    np.testing.assert_allclose(crystal.get_stress(), values.stresses[0], atol=1e-5)
 
 
 def test_structures_without_neighbours(pretrained):
@@ -480,34 +454,27 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
     y, pull_back = network.vjp(frames)
     np.testing.assert_allclose(network.features([crystal]), y[5:], atol=1e-12)
     b = np.random.default_rng(0).normal(size=(1, *y.shape))
-    positions, strains = (found[0] for found in pull_back(b))
-    found = network.potential(frames, forces=True, stress=True)
-    h = 1e-4
+    (positions,), (strains,) = pull_back(b)
+    values = network.potential(frames, forces=True, stress=True)
+
+    def energies(frames):
+        return network.potential(frames).energies
+
     for s, i, axis in ((0, 3, 0), (1, 1, 1)):
-        pairs = [[atoms.copy() for atoms in frames] for _ in range(2)]
-        for sign, pair in zip((1, -1), pairs, strict=True):
-            pair[s].positions[i, axis] += sign * h
-        plus, minus = (network.features(pair) for pair in pairs)
-        expected = np.sum(b[0] * (plus - minus)) / (2 * h)
+        change = partial(shifted, frames, s, i, axis)
+        expected = np.sum(b[0] * slope(network.features, change))
         assert positions[5 * s + i, axis] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-        plus, minus = (network.potential(pair).energies[s] for pair in pairs)
-        assert found.forces[s][i, axis] == pytest.approx(-(plus - minus) / (2 * h), abs=1e-5)
-    pair = [crystal.copy(), crystal.copy()]
-    for sign, atoms in zip((1, -1), pair, strict=True):
-        strain = np.eye(3)
-        strain[0, 1] = strain[1, 0] = sign * h / 2
-        atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
-    plus, minus = network.features(pair).reshape(2, 2, -1)
-    assert strains[1, 0, 1] == pytest.approx(np.sum(b[0, 5:] * (plus - minus)) / (2 * h), rel=1e-4)
-    plus, minus = network.potential(pair).energies
-    stress = (plus - minus) / (2 * h) / crystal.cell.volume
-    assert found.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
+        assert values.forces[s][i, axis] == pytest.approx(-slope(energies, change)[s], abs=1e-5)
+    change = partial(sheared, crystal)
+    expected = np.sum(b[0, 5:] * slope(network.features, change))
+    assert strains[1, 0, 1] == pytest.approx(expected, rel=1e-4)
+    stress = slope(energies, change)[0] / crystal.cell.volume
+    assert values.stresses[1, 5] == pytest.approx(stress, rel=1e-4, abs=1e-7)
     model = AtomisticModel("energy", representation=f"{backbone}:{path}", **FEW).fit(dimers[:30])
     model.save(tmp_path / "model.safetensors")
     # Opening weights may run code: not because a file names them.
-    with pytest.raises(InputError) as error:
+    with rejects("representation"):
         AtomisticModel.load(tmp_path / "model.safetensors")
-    assert error.value.parameter == "representation"
     loaded = AtomisticModel.load(tmp_path / "model.safetensors", threads=1, representation=path)
     same_predictions(model, loaded, dimers[40:42])
 
@@ -515,6 +482,5 @@ def test_models_in_files(backbone, save, dimers, tmp_path):
 @pytest.mark.parametrize("representation", ["mace", "mace:nowhere.model", "metatomic:nowhere.pt"])
 def test_missing_weights(representation, dimers):
     pytest.importorskip(representation.partition(":")[0])
-    with pytest.raises(InputError) as error:
+    with rejects("model"):
         AtomisticModel("energy", representation=representation, **FEW).fit(dimers[:30])
-    assert error.value.parameter == "model"

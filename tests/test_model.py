@@ -594,7 +594,7 @@ def test_novelty_is_one_where_extrapolation_begins(energy_model, molecules):
         assert f"atom {predicted.atom_novelty[s].argmax()} (" in predicted.reasons[s]
     (chunk,) = energy_model.chunks(new[1:2])
     x, X = (a.astype(np.float64) for a in (chunk.batch.features, fitted.representatives))
-    kernel = (x @ X.T) ** fitted.representation.soap.exponent
+    kernel = (x @ X.T) ** fitted.representation.settings.exponent
     expected = (1 - kernel.max(axis=1)) / fitted.training_novelty[0]
     np.testing.assert_allclose(predicted.atom_novelty[1], expected, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Tasks on workers: in this process, or by an executor of `concurrent.futures`.
+"""Tasks on workers: this process, others of this machine, or an executor of `concurrent.futures`.
 
 Structures are divided into parts, and a task is a function of one part. Results come in the order
 of the parts, so that sums of them do not depend on the number of workers. Dask is used by the
@@ -18,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from joblib.externals.loky import get_reusable_executor
 from threadpoolctl import threadpool_limits
 
 from qualms.errors import InputError, QualmsError, QualmsWarning
@@ -124,15 +126,17 @@ class Workers:
             Further arguments of the function, the same for all parts.
         """
         executor = self.executor or _ThisProcess()
-        waiting, pending = deque(parts), deque[Future[Any]]()
+        waiting, pending = iter(parts), deque[Future[Any]]()
         try:
             with _end_of_workers():
-                while waiting or pending:
+                while True:
                     # Workers may join at any time.
                     limit = 1 if self.executor is None else AHEAD * self.number
-                    while waiting and len(pending) < limit:
-                        task = function, _process(), self.threads, waiting.popleft(), *shared
+                    for part in islice(waiting, max(limit - len(pending), 0)):
+                        task = function, _process(), self.threads, part, *shared
                         pending.append(executor.submit(_run, *task))
+                    if not pending:
+                        break
                     result, messages = pending.popleft().result()
                     for message in messages:
                         warnings.warn(message, QualmsWarning, stacklevel=2)
@@ -161,6 +165,39 @@ def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
             parameter="executor",
         )
     return Workers(executor, threads)
+
+
+_processes: Any = None
+
+
+def in_processes(
+    function: Callable[[Part], Result], parts: Iterable[Part], n_workers: int
+) -> Iterator[Result]:
+    """Yield the result for each part in order, by processes of this machine of one thread each.
+
+    Parameters
+    ----------
+    function : callable
+    parts : iterable
+    n_workers : int
+        Number of processes. They end when they have had nothing to do for a minute.
+    """
+    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+    global _processes
+    _processes = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
+    try:
+        yield from Workers(_processes).map(function, parts)
+    except BaseException:  # an interrupt, too; to kill the processes at once is not safe in loky
+        stop_workers()
+        raise
+
+
+def stop_workers() -> None:
+    """End the processes of this machine, and free their memory."""
+    global _processes
+    if _processes is not None:
+        _processes.shutdown(wait=True)
+        _processes = None
 
 
 class _ThisProcess(Executor):
@@ -209,10 +246,11 @@ def _end_of_workers() -> Iterator[None]:
         of_dask = type(error).__module__.partition(".")[0] == "distributed"
         if not (of_dask or isinstance(error, ended)):
             raise
-        reason = ": ".join(filter(None, [type(error).__name__, str(error)]))
+        first_line = str(error).partition("\n")[0]
+        reason = ": ".join(filter(None, [type(error).__name__, first_line]))
         raise QualmsError(
             f"A worker, or the scheduler, ended ({reason}). It may have run out of memory: use "
-            "fewer workers, and check their logs."
+            "fewer workers or threads, and check their logs."
         ) from error
 
 

@@ -34,8 +34,9 @@ from qualms.atomistic.settings import Reference, Settings
 from qualms.atomistic.structures import check_structures
 from qualms.errors import InputError, QualmsWarning
 from qualms.evaluation import ENERGIES
-from qualms.features.base import PotentialValues, in_processes
-from qualms.features.learned import installed_folder, shipped_weights
+from qualms.execution import in_processes
+from qualms.features.base import PotentialValues
+from qualms.features.learned import Backbone, installed_folder, shipped_weights
 from qualms.resources import find_libraries, limited
 
 #: Where known calculators are, and the arguments that are always given to them. tblite would start
@@ -90,13 +91,27 @@ class BaselinePotential(ABC):
         results = [
             _checked(*row) for row in zip(self.results(frames, names), frames, names, strict=True)
         ]
-        failed = {i: result for i, result in enumerate(results) if isinstance(result, str)}
+        numbers = range(len(frames)) if indices is None else indices
+        failed = [
+            (int(number), f"structure {number} ({atoms.symbols}, {result})")
+            for number, atoms, result in zip(numbers, frames, results, strict=True)
+            if isinstance(result, str)
+        ]
+        if failed and not skip_failed:
+            first, text = failed[0]
+            raise InputError(
+                f"The baseline {self.name} has no values for {text}. Leave out such structures "
+                "(training, evaluation and the command line: `skip_failed=True`).",
+                parameter=f"frames[{first}]",
+            )
         if failed:
-            numbers = range(len(frames)) if indices is None else indices
-            self._report(
-                {int(numbers[i]): f"{frames[i].symbols}, {failed[i]}" for i in failed},
-                len(frames),
-                skip_failed=skip_failed,
+            listed = "; ".join(text for _, text in failed[:5])
+            more = f" and {len(failed) - 5} more" if len(failed) > 5 else ""
+            warnings.warn(
+                f"{len(failed)} of {len(frames)} structures are left out, for which the baseline "
+                f"{self.name} has no values: {listed}{more}.",
+                QualmsWarning,
+                stacklevel=2,
             )
 
         def values(name: str) -> list[Float64Array]:
@@ -132,25 +147,6 @@ class BaselinePotential(ABC):
             how = {"forces": forces, "stress": stress, "skip_failed": True}
             energies = self.evaluate(frames, indices=indices, **how).energies
             yield from itertools.compress(block, np.isfinite(energies))
-
-    def _report(self, failed: dict[int, str], n: int, *, skip_failed: bool) -> None:
-        """Raise an error about the first structure that failed, or warn about all."""
-        if not skip_failed:
-            first = next(iter(failed))
-            raise InputError(
-                f"The baseline {self.name} has no values for structure {first} ({failed[first]}). "
-                "Leave out such structures (training, evaluation and the command line: "
-                "`skip_failed=True`).",
-                parameter=f"frames[{first}]",
-            )
-        listed = "; ".join(f"structure {i} ({failed[i]})" for i in list(failed)[:5])
-        more = f" and {len(failed) - 5} more" if len(failed) > 5 else ""
-        warnings.warn(
-            f"{len(failed)} of {n} structures are left out, for which the baseline {self.name} "
-            f"has no values: {listed}{more}.",
-            QualmsWarning,
-            stacklevel=2,
-        )
 
 
 def _shapes(atoms: Atoms) -> dict[str, tuple[int, ...]]:
@@ -339,13 +335,10 @@ def calculator_version(settings: Reference | None) -> dict[str, str]:
 class NetworkPotential(ComputedPotential):
     """The pretrained network that the features of a model come from."""
 
-    def __init__(self, representation: Any, factor: float) -> None:
+    def __init__(self, network: Any, factor: float) -> None:
         super().__init__("backbone", factor)
-        # Hyper-parameters of a network load it.
-        self._network = (
-            representation.opened() if hasattr(representation, "opened") else representation
-        )
-        if not hasattr(self._network, "potential"):
+        self._network = network
+        if not hasattr(network, "potential"):
             raise InputError(
                 "The baseline 'backbone' is the energy of the pretrained network of the "
                 "representation, which has none. Use a network such as "
@@ -411,7 +404,10 @@ def make_baseline_potential(
         return StoredPotential(baseline)
     factor = ENERGIES["eV"] / ENERGIES.get(settings.units, 1.0)
     if baseline.calculator == "backbone":
-        return NetworkPotential(settings.representation, factor)
+        features = settings.representation
+        return NetworkPotential(
+            features.opened() if isinstance(features, Backbone) else None, factor
+        )
     if confirmed is None and not _is_installed(baseline):
         arguments = f" with the arguments {baseline.arguments}" if baseline.arguments else ""
         raise InputError(

@@ -25,13 +25,12 @@ from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.atomistic.quantities import DERIVATIVES, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.execution import Workers
+from qualms.execution import Workers, stop_workers
 from qualms.features.base import (
     BATCH,
     Problem,
     Representation,
     ranges,
-    stop_workers,
     stream_features,
 )
 from qualms.features.compression import sample_size
@@ -231,12 +230,12 @@ class Representatives:
         return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
 
 
-def part_size(settings: Settings, data: TrainingSet) -> int:
+def part_size(settings: Settings, data: TrainingSet, n_features: int) -> int:
     """Return environments of a part from which representatives are selected.
 
     Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
     """
-    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
+    M, width = settings.n_selected, settings.features.dtype.itemsize * n_features
     return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
 
 
@@ -257,7 +256,7 @@ def pick_representatives(
     stages : Stages
     """
     settings, data = problem.settings, problem.data
-    edges = whole_blocks(data.offsets, part_size(settings, data))
+    edges = whole_blocks(data.offsets, part_size(settings, data, representation.n_features))
     parts = [data.take(np.arange(first, last)) for first, last in edges]
     selected, cache = [], []
     with stages.stage("Features", data.n_environments) as advance:
@@ -613,8 +612,8 @@ def sum_rows(
             count=None if workers.executor else count,
         )
         n_environments = [part.data.n_environments for part in parts]
-        results = workers.map(sum_part, iter(parts), workers.share(task))
-        del parts
+        waiting = (parts.pop(0) for _ in n_environments)  # each is freed when it is done
+        results = workers.map(sum_part, waiting, workers.share(task))
         for n, of_part in zip(n_environments, results, strict=True):
             total = of_part if total is None else total.add(of_part)
             if workers.executor is not None:

@@ -380,14 +380,14 @@ def memory_needed(
     """
     n, M = data.n_environments, min(settings.n_selected, data.n_environments)
     d, d_raw = n_features(settings, data)
-    size, square = settings.features.itemsize, 8.0 * M**2
+    size, square = settings.features.dtype.itemsize, 8.0 * M**2
     free = settings.draw == "free"
     n_blocks = n_blocks_of(settings.n_subsampled, data.n_rows, free=free)
     sums = sum(n_blocks * sums_size(len(q.y) / n_blocks, M) for q in data.quantities.values())
     n_rows = min(data.n_rows, N_KEPT + int(data.rows_of_structures.max()))
     n_rows = data.n_rows if free else n_rows
     kept = 8.0 * n_rows * M
-    environments = min(part_size(settings, data), n)
+    environments = min(part_size(settings, data, d), n)
     n_parts = -(-n // environments)
     base = 0.5e9 + settings.features.overhead
     base += (400.0 + 16.0 * len(data.species) + 24.0 * settings.n_members) * len(data.source)

@@ -9,7 +9,6 @@ model file.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,18 +17,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 from ase import Atoms
-from joblib.externals.loky import get_reusable_executor
-from joblib.externals.loky.process_executor import TerminatedWorkerError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
-from qualms.errors import InputError, QualmsError, did_you_mean
+from qualms.errors import InputError, did_you_mean
+from qualms.execution import in_processes
 from qualms.gp.kernels import Kernel
 from qualms.io.tensors import Document, TensorSpec
 
 Dtype: TypeAlias = np.dtype[np.floating[Any]]
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 
 #: Package of each pretrained network, as it is installed.
 PACKAGES = {"sevennet": "sevenn", "mace": "mace-torch", "metatomic": "metatomic-torch"}
@@ -74,7 +70,7 @@ class RepresentationSettings(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    itemsize: ClassVar[float] = 4.0  #: bytes of a feature in training
+    dtype: ClassVar[Dtype] = np.dtype(np.float32)  #: of features in training
 
     @property
     def overhead(self) -> float:
@@ -342,9 +338,9 @@ class Representation(ABC):
         """Return the features of the chosen atoms of each structure, in order: (n, d)."""
 
     @property
-    @abstractmethod
     def dtype(self) -> Dtype:
         """Type of features."""
+        return self.settings.dtype
 
     @property
     def basis_dtype(self) -> Dtype:
@@ -465,53 +461,3 @@ def _compute(task: _Task, representation: Representation) -> Batch:
     frames, centers = task
     sizes = np.array([len(chosen) for chosen in centers], dtype=np.intp)
     return Batch(representation.features(frames, centers), sizes)
-
-
-# --- processes of this machine ---
-
-_executor: Any = None
-
-
-def in_processes(
-    function: Callable[[Task], Result], tasks: Iterable[Task], n_workers: int
-) -> Iterator[Result]:
-    """Yield the result of each task in order, computed by processes of one thread each.
-
-    A few are computed ahead: `joblib.Parallel` would not wait for the consumer.
-
-    Parameters
-    ----------
-    function : callable
-    tasks : iterable
-    n_workers : int
-        Number of processes.
-    """
-    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
-    global _executor
-    executor = _executor = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
-    pending: deque[Any] = deque()
-    try:
-        for task in tasks:
-            pending.append(executor.submit(function, task))
-            if len(pending) > 2 * n_workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except TerminatedWorkerError as error:
-        raise QualmsError(
-            "A process was ended by the system, perhaps for lack of memory. Use fewer threads, or "
-            "a lower memory limit."
-        ) from error
-    finally:
-        for future in pending:
-            future.cancel()
-        if pending:  # after an interrupt; to kill the processes at once is not safe in loky
-            stop_workers()
-
-
-def stop_workers() -> None:
-    """End the processes, and free their memory."""
-    global _executor
-    if _executor is not None:
-        _executor.shutdown(wait=True)
-        _executor = None

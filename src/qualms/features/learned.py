@@ -110,7 +110,7 @@ class Backbone(RepresentationSettings):
         Version of the package and digest of the weights, which training fills in.
     """
 
-    itemsize: ClassVar[float] = 8.0
+    dtype: ClassVar[Dtype] = np.dtype(np.float64)
 
     backbone: Literal["sevennet", "mace", "metatomic", "object"]
     model: Annotated[str, Field(min_length=1, max_length=4000)] | None = None
@@ -211,10 +211,9 @@ class Backbone(RepresentationSettings):
         # Environments of displaced structures take some milliseconds each.
         largest = {"fast": 1e5, "default": 5e5, "best": 4e6}[effort]
         most = int(sizes.max(initial=1))
-        if 6 * np.sum(sizes * sizes) <= largest:
-            return None
         counts = (k for k in range(most, 1, -1) if 6 * np.sum(sizes * sizes.clip(max=k)) <= largest)
-        return next(counts, 1)
+        n = next(counts, 1)
+        return None if n == most else n
 
     def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
         """Return the number of features twice: they are not compressed."""
@@ -245,10 +244,6 @@ class LearnedDocument(RepresentationDocument):
     """Number of features of the network."""
 
     n_raw: int = Field(ge=1, le=1_000_000)
-
-
-def _unit(y: Float64Array) -> Float64Array:
-    return np.asarray(normalize_rows(y), dtype=np.float64)
 
 
 def _digest(network: object) -> str | None:
@@ -338,11 +333,6 @@ class LearnedRepresentation(Representation):
             return LinearKernel()
         return ExponentialKernel(self.settings.length_scale)
 
-    @property
-    def dtype(self) -> Dtype:
-        """float64 always."""
-        return np.dtype(np.float64)
-
     def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
         """Return the features of the chosen atoms of each structure, in order: (n, d)."""
         y = self.raw_features(frames)
@@ -350,7 +340,7 @@ class LearnedRepresentation(Representation):
         pairs = zip(offsets[:-1], centers, strict=True)
         rows = np.concatenate([np.empty(0, np.intp), *(first + some for first, some in pairs)])
         numbers = np.concatenate([np.empty(0, np.intp), *(atoms.numbers for atoms in frames)])
-        return self.placed(_unit(y[rows]), numbers[rows])
+        return self.placed(normalize_rows(y[rows]), numbers[rows])
 
     def raw_features(self, frames: Sequence[Atoms]) -> Float64Array:
         """Return the output of the network for all atoms: (n, n_raw)."""
@@ -377,7 +367,7 @@ class LearnedRepresentation(Representation):
             )
         return y
 
-    def placed(self, values: Float64Array, numbers: IntArray) -> Float64Array:
+    def placed(self, values: FloatArray, numbers: IntArray) -> Float64Array:
         """Return features (n, …, n_raw) in the columns of species of atoms (n,): (n, …, d)."""
         shape = *values.shape[:-1], len(self.species), self.n_raw
         placed, places = np.zeros(shape), np.searchsorted(self.species, numbers)
@@ -427,7 +417,7 @@ def _check_features(
     """Reject features that are constant; warn if they differ between two evaluations."""
     few = frames[: int(np.searchsorted(np.cumsum([len(atoms) for atoms in frames]), 200)) + 1]
     # The kernel sees directions of features alone: their lengths may differ and yet be useless.
-    x, again = (_unit(representation.raw_features(few)) for _ in range(2))
+    x, again = (normalize_rows(representation.raw_features(few)) for _ in range(2))
     numbers, rounding = np.concatenate([atoms.numbers for atoms in few]), 1e-8 * np.abs(x).max()
     spread = max(float(np.ptp(x[numbers == z], axis=0).max()) for z in np.unique(numbers))
     if len(few) > 1 and spread <= rounding:
@@ -546,17 +536,17 @@ class NetworkTape(Tape):
         k, species = self.representation.n_raw, self.representation.species
         edges = offsets_of([len(atoms) for atoms in self.frames])
         for atoms, first in zip(self.frames, edges[:-1], strict=True):
-            n, cell = len(atoms), atoms.cell.array
+            n = len(atoms)
             movable = np.flatnonzero(self.moving[first : first + n])
             step = max(16_384 // (6 * n), 1)  # environments in memory at once
             for start in range(0, len(movable), step):
                 moving = movable[start : start + step]
-                pairs = []
-                for j, axis in product(moving, range(3)):
-                    shift = np.zeros((n, 3))
-                    shift[j, axis] = self._step
-                    pairs.append((atoms.positions + shift, cell, atoms.positions - shift, cell))
-                change = self._differences(atoms, pairs).reshape(len(moving), 3, n, k)
+                shifts = np.zeros((len(moving), 3, n, 3))
+                for place, axis in product(range(len(moving)), range(3)):
+                    shifts[place, axis, moving[place], axis] = self._step
+                unstrained = np.zeros((3 * len(moving), 3, 3))
+                change = self._differences(atoms, shifts.reshape(-1, n, 3), unstrained)
+                change = change.reshape(len(moving), 3, n, k)
                 for z in np.unique(atoms.numbers):
                     centers = np.flatnonzero(atoms.numbers == z)
                     i, j = (a.ravel() for a in np.meshgrid(centers, moving, indexing="ij"))
@@ -568,24 +558,24 @@ class NetworkTape(Tape):
         """Return ∂y/∂ε (n, 6, d) in the order of `VOIGT`."""
         changes = []
         for atoms in self.frames:
-            pairs = []
-            for a, b in zip(*VOIGT, strict=True):
-                strain = np.zeros((3, 3))
+            strains = np.zeros((6, 3, 3))
+            for strain, a, b in zip(strains, *VOIGT, strict=True):
                 strain[a, b] += self._step / 2
                 strain[b, a] += self._step / 2
-                plus, minus = np.eye(3) + strain, np.eye(3) - strain
-                r, cell = atoms.positions, atoms.cell.array
-                pairs.append((r @ plus, cell @ plus, r @ minus, cell @ minus))
-            changes.append(self._differences(atoms, pairs).transpose(1, 0, 2))
+            change = self._differences(atoms, np.zeros((6, 1, 3)), strains)
+            changes.append(change.transpose(1, 0, 2))
         return self.representation.placed(np.concatenate(changes), self.numbers)
 
-    def _differences(self, atoms: Atoms, pairs: Sequence[tuple[Float64Array, ...]]) -> Float64Array:
-        """Return central differences of y for pairs of positions and cells: (p, n, n_raw)."""
+    def _differences(
+        self, atoms: Atoms, shifts: Float64Array, strains: Float64Array
+    ) -> Float64Array:
+        """Return central differences of y for shifts (p, n, 3) and strains (p, 3, 3): (p, n, …)."""
         frames = []
-        for plus, cell, minus, other in pairs:
-            frames.append(Atoms(atoms.numbers, plus, cell=cell, pbc=atoms.pbc))
-            frames.append(Atoms(atoms.numbers, minus, cell=other, pbc=atoms.pbc))
-        y = self.representation.raw_features(frames).reshape(len(pairs), 2, len(atoms), -1)
+        for (shift, strain), sign in product(zip(shifts, strains, strict=True), (1, -1)):
+            grown = np.eye(3) + sign * strain
+            positions, cell = atoms.positions @ grown + sign * shift, atoms.cell.array @ grown
+            frames.append(Atoms(atoms.numbers, positions, cell=cell, pbc=atoms.pbc))
+        y = self.representation.raw_features(frames).reshape(len(shifts), 2, len(atoms), -1)
         return np.asarray((y[:, 0] - y[:, 1]) / (2 * self._step))
 
 

@@ -22,7 +22,7 @@ import torch
 from ase import Atoms
 from ase.neighborlist import primitive_neighbor_list
 
-from qualms.arrays import Float64Array
+from qualms.arrays import Float64Array, whole_blocks
 from qualms.errors import InputError
 from qualms.features.base import PACKAGES, VOIGT, PotentialValues, offsets_of
 from qualms.features.learned import Weights
@@ -122,16 +122,10 @@ class TorchNetwork(ABC):
         return positions, strain
 
 
-def _batches(frames: Sequence[Atoms]) -> Iterator[list[Atoms]]:
+def _batches(frames: Sequence[Atoms]) -> Iterator[Sequence[Atoms]]:
     """Group structures for forward passes."""
-    batch: list[Atoms] = []
-    for atoms in frames:
-        if batch and sum(map(len, batch)) + len(atoms) > _ATOMS:
-            yield batch
-            batch = []
-        batch.append(atoms)
-    if batch:
-        yield batch
+    for first, last in whole_blocks(offsets_of([len(atoms) for atoms in frames]), _ATOMS):
+        yield frames[first:last]
 
 
 @contextlib.contextmanager
@@ -457,6 +451,7 @@ class Metatomic(TorchNetwork):
         from metatensor.torch import Labels, TensorBlock
         from metatomic.torch import System
 
+        names = ["first_atom", "second_atom", "cell_shift_a", "cell_shift_b", "cell_shift_c"]
         systems, edges = [], offsets_of([len(atoms) for atoms in frames])
         centre, neighbour = graph.edges
         distances = torch.linalg.norm(graph.vectors.detach(), dim=1)
@@ -476,16 +471,13 @@ class Metatomic(TorchNetwork):
                 samples = torch.cat([pairs, graph.images[mask]], dim=1).to(torch.int32)
                 block = TensorBlock(
                     values=graph.vectors[mask].to(self._dtype)[:, :, None],
-                    samples=Labels(_SAMPLES, samples),
+                    samples=Labels(names, samples),
                     components=[Labels.range("xyz", 3)],
                     properties=Labels.range("distance", 1),
                 )
                 system.add_neighbor_list(options, block)
             systems.append(system)
         return systems
-
-
-_SAMPLES = ["first_atom", "second_atom", "cell_shift_a", "cell_shift_b", "cell_shift_c"]
 
 
 def _once(centre: Any, neighbour: Any, images: Any) -> Any:

@@ -48,6 +48,7 @@ from qualms.resources import limit_rayon
 SMOOTHING = 0.5
 #: A length (Å), factor or exponent. The bounds hold for files as well: beyond them, libraries hang.
 Positive = Annotated[float, Field(ge=1e-3, le=100)]
+EngineName: TypeAlias = Literal["dscribe", "featomic"]
 
 
 class _Frozen(BaseModel):
@@ -146,25 +147,30 @@ class Soap(RepresentationSettings):
     engine: Literal["auto", "dscribe", "featomic"] = "auto"
 
     @property
-    def _needs_featomic(self) -> str | None:
-        names = ("smoothing", "pseudo_species")
-        return next((n for n in names if any(getattr(s, n) is not None for s in self.scales)), None)
+    def _engines(self) -> list[EngineName]:
+        """Engines that compute such features, the faster one for values first."""
+        engines: list[EngineName] = ["dscribe", "featomic"]
+        if self.engine != "auto":
+            engines = [self.engine]
+        if any(s.smoothing is not None or s.pseudo_species is not None for s in self.scales):
+            engines = [name for name in engines if name == "featomic"]
+        if any(s.radial_basis == "polynomial" for s in self.scales):
+            engines = [name for name in engines if name == "dscribe"]
+        return engines
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        polynomial = any(scale.radial_basis == "polynomial" for scale in self.scales)
-        if (name := self._needs_featomic) and (self.engine == "dscribe" or polynomial):
-            raise ValueError(f"{name} needs engine featomic and radial_basis gto")
-        if polynomial and self.engine == "featomic":
-            raise ValueError("radial_basis polynomial needs engine dscribe")
+        if not self._engines:
+            raise ValueError(
+                "smoothing and pseudo_species need the engine featomic, and radial_basis "
+                "polynomial needs dscribe"
+            )
         return self
 
     @property
-    def resolved_engine(self) -> Literal["dscribe", "featomic"]:
+    def resolved_engine(self) -> EngineName:
         """The engine that "auto" stands for."""
-        if self.engine != "auto":
-            return self.engine
-        return "featomic" if self._needs_featomic else "dscribe"
+        return self._engines[0]
 
     @property
     def has_forces(self) -> bool:
@@ -173,32 +179,45 @@ class Soap(RepresentationSettings):
 
     def with_forces(self) -> Soap:
         """Return hyper-parameters with neighbours that fade smoothly at the cutoff."""
-        if self.engine == "dscribe" or any(s.radial_basis != "gto" for s in self.scales):
+        if "featomic" not in self._engines:
             raise InputError(
                 "Forces need features with derivatives, which `engine='featomic'` has with "
                 f"`radial_basis='gto'`; the representation has the engine {self.engine!r} and the "
                 f"radial basis {self.scales[0].radial_basis!r}.",
                 parameter="engine",
             )
-        widths = [s.smoothing if s.smoothing is not None else SMOOTHING for s in self.scales]
-        pairs = zip(self.scales, widths, strict=True)
-        scales = tuple(scale.model_copy(update={"smoothing": width}) for scale, width in pairs)
+        scales = tuple(
+            scale.model_copy(update={"smoothing": scale.smoothing or SMOOTHING})
+            for scale in self.scales
+        )
         return self.model_copy(update={"engine": "featomic", "scales": scales})
 
     def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
         """Return the numbers of features after and before compression."""
-        widths = SoapRepresentation(self, tuple(species)).widths
-        compression = resolve_compression(self, species, problem)
+        plain = SoapRepresentation(self, tuple(species))
+        widths, compression = plain.widths, plain.choose_compression(problem)
         if compression is None:
             return sum(widths), sum(widths)
         return sum(min(w, compression.n_features) for w in widths), sum(widths)
 
     def fit(self, species: Sequence[int], problem: Problem, sample: Sample) -> SoapRepresentation:
-        """Return the representation, with a compression fitted to a sample if there is one."""
-        compression = resolve_compression(self, species, problem)
+        """Return the representation, with compression and scale of features by a sample."""
+        plain = SoapRepresentation(self, tuple(species))
+        compression = plain.choose_compression(problem)
         if compression is None and self.normalize:
-            return SoapRepresentation(self, tuple(species))
-        return fit_representation(self, species, *sample(), compression)
+            return plain
+        X, feature_scale = plain.features(*sample()), 1.0
+        if not self.normalize:
+            feature_scale = float(np.sqrt(np.mean(np.einsum("ij,ij->i", X, X)))) or 1.0
+            X /= np.float32(feature_scale)
+        projections: tuple[Projection, ...] = ()
+        if compression is not None:
+            method, q = compression.method, compression.n_features
+            projections = tuple(
+                fit_projection(X[:, columns], method, q, [*engine.pair_columns.values()])
+                for columns, engine in zip(plain.columns, plain.engines, strict=True)
+            )
+        return replace(plain, projections=projections, feature_scale=feature_scale)
 
     def build(
         self,
@@ -214,8 +233,7 @@ class Soap(RepresentationSettings):
         raw = tuple(projection.matrix.shape[0] for projection in projections)
         if raw not in ((), widths := SoapRepresentation(self, species).widths):
             raise ValueError(f"projections of {raw} features instead of {widths}")
-        scale = document.feature_scale
-        return SoapRepresentation(self, species, projections, scale, precise=True)
+        return SoapRepresentation(self, species, projections, document.feature_scale).exact()
 
 
 class SoapDocument(RepresentationDocument):
@@ -352,9 +370,7 @@ class Engine(ABC):
 
 
 @lru_cache(maxsize=16)
-def make_engine(
-    name: Literal["dscribe", "featomic"], scale: Scale, species: tuple[int, ...]
-) -> Engine:
+def make_engine(name: EngineName, scale: Scale, species: tuple[int, ...]) -> Engine:
     """Return an engine; cached, since the set-up takes longer than a small molecule."""
     engine = (DscribeEngine if name == "dscribe" else FeatomicEngine)(scale, species)
     try:
@@ -500,7 +516,7 @@ class FeatomicEngine(Engine):
             alike = Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
             renamed.append(in_cell(alike, self.scale))
         chosen = np.concatenate(centers)
-        computed = _call(self.expansion, renamed, np.stack([owners, chosen], axis=1))
+        computed = self._computed(renamed, np.stack([owners, chosen], axis=1))
         # Place of an environment in the batch, by its atom counted through the batch.
         first_atom = offsets_of([len(atoms) for atoms in frames])
         place = np.empty(first_atom[-1], dtype=np.intp)
@@ -525,46 +541,6 @@ class FeatomicEngine(Engine):
                 first += K - k
         yield np.arange(n), np.arange(self.n_features), values.reshape(n, self.n_features)
 
-    def block(
-        self, z: int, other: int, projection: Float64Array | None
-    ) -> tuple[IntArray, Float64Array]:
-        """Return the map from the power spectrum of two elements, z ≤ other, to features.
-
-        Parameters
-        ----------
-        z, other : int
-            Atomic numbers.
-        projection : (D, q) array, optional
-            Of the features of all pairs to fewer.
-
-        Returns
-        -------
-        columns : (k,) array of int
-            Features that depend on these elements.
-        matrix : ((l, n, n′), k) array
-        """
-        a, b = np.searchsorted(self.species, (z, other))
-        k, m = np.array([*combinations_with_replacement(range(self.weights.shape[1]), 2)]).T
-        # Pairs of different species are stored once, times √2.
-        root = np.where(k == m, 1.0, np.sqrt(2.0))
-        W = self.weights
-        direct, turned = root * W[a, k] * W[b, m], root * W[b, k] * W[a, m]
-        pairs = np.flatnonzero((direct != 0) | (turned != 0))
-        columns = np.concatenate([[*self.pair_columns.values()][pair] for pair in pairs])
-        if projection is None:
-            rows = np.eye(len(columns))
-        else:
-            rows = projection[columns]
-            columns = np.flatnonzero(np.any(rows != 0, axis=0))
-            rows = rows[:, columns]
-        n, n_orders = self.scale.n_radial, self.scale.l_max + 1
-        rows = rows.reshape(len(pairs), n_orders, n, n, len(columns))
-        matrix = np.tensordot(direct[pairs], rows, axes=1)
-        if a != b:
-            exchanged = np.tensordot(turned[pairs], rows, axes=1).swapaxes(1, 2)
-            matrix = (matrix + exchanged) / np.sqrt(2.0)
-        return columns, matrix.reshape(self.n_products, len(columns))
-
     def expand(
         self, frames: Sequence[Atoms], samples: IntArray, *, strain: bool = False
     ) -> tuple[tuple[int, ...], list[Float64Array], list[Float64Array]]:
@@ -588,7 +564,7 @@ class FeatomicEngine(Engine):
         derivatives : list of (n, 3, 3, 2l + 1, K·n_radial) arrays
             By strain, for each l; empty if they are not computed.
         """
-        computed = _call(self.expansion, frames, samples, ["strain"] * strain)
+        computed = self._computed(frames, samples, ["strain"] * strain)
         merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
         blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
         types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
@@ -611,11 +587,35 @@ class FeatomicEngine(Engine):
         changes : list of (g, 3, 2l + 1, n_radial) arrays
             In 1/Å, for each l. Those of the centre are not meaningful.
         """
-        computed = _call(self.expansion, frames, samples, ["positions"], alike=True)
+        computed = self._computed(frames, samples, ["positions"], alike=True)
         blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
         changes = [block.gradient("positions") for block in blocks]
         # Copies: featomic frees its arrays together with `computed`.
         return np.array(changes[0].samples.values), [np.array(c.values) for c in changes]
+
+    def _computed(
+        self,
+        frames: Sequence[Atoms],
+        samples: IntArray,
+        gradients: Sequence[str] = (),
+        *,
+        alike: bool = False,
+    ) -> Any:
+        """Return the result of featomic for samples (n, 2): structure and atom.
+
+        All atoms are of one species if they are `alike`.
+        """
+        from metatensor import Labels
+
+        chosen = None
+        if len(samples) < sum(map(len, frames)):
+            chosen = Labels(["system", "atom"], samples.astype(np.int32))
+        return self.expansion.compute(
+            [_system_type()(atoms, alike) for atoms in frames],
+            gradients=list(gradients),
+            selected_samples=chosen,
+            use_native_system=True,
+        )
 
     @cached_property
     def expansion(self) -> Any:
@@ -642,31 +642,6 @@ class FeatomicEngine(Engine):
 def order_factor(order: int) -> float:
     """Return featomic's factor of Σ_m c_nlm c_n′lm in the power spectrum."""
     return float((-1) ** order / np.sqrt(2 * order + 1))
-
-
-def _call(
-    calculator: Any,
-    frames: Sequence[Atoms],
-    samples: IntArray,
-    gradients: Sequence[str] = (),
-    *,
-    alike: bool = False,
-) -> Any:
-    """Return the result of featomic for samples (n, 2): structure and atom.
-
-    All atoms are of one species if they are `alike`.
-    """
-    from metatensor import Labels
-
-    chosen = None
-    if len(samples) < sum(map(len, frames)):
-        chosen = Labels(["system", "atom"], samples.astype(np.int32))
-    return calculator.compute(
-        [_system_type()(atoms, alike) for atoms in frames],
-        gradients=list(gradients),
-        selected_samples=chosen,
-        use_native_system=True,
-    )
 
 
 @lru_cache(maxsize=1)
@@ -718,24 +693,14 @@ class SoapRepresentation(Representation):
         One for each scale, or none at all.
     feature_scale : float
         Features that are not normalised are divided by this: keeps powers of them in range.
-    precise : bool
-        Whether features are float64.
+    dtype : dtype
+        Of features.
     """
 
     settings: Soap
     projections: tuple[Projection, ...] = ()
     feature_scale: float = 1.0
-    precise: bool = False
-
-    @property
-    def soap(self) -> Soap:
-        """The hyper-parameters."""
-        return self.settings
-
-    @property
-    def dtype(self) -> Dtype:
-        """float64 if features are precise, otherwise float32."""
-        return np.dtype(np.float64 if self.precise else np.float32)
+    dtype: Dtype = Soap.dtype
 
     @property
     def basis_dtype(self) -> Dtype:
@@ -744,24 +709,23 @@ class SoapRepresentation(Representation):
 
     def exact(self) -> SoapRepresentation:
         """Return a copy with features in float64, for predictions."""
-        return replace(self, precise=True)
+        return replace(self, dtype=np.dtype(np.float64))
 
     @property
     def cutoff(self) -> float:
         """Largest cutoff in Å."""
-        return max(scale.cutoff for scale in self.soap.scales)
+        return max(scale.cutoff for scale in self.settings.scales)
 
     @property
     def has_derivatives(self) -> bool:
         """Whether features are those of featomic."""
-        return self.soap.resolved_engine == "featomic"
+        return self.settings.resolved_engine == "featomic"
 
     def check_derivatives(self) -> None:
         """Raise an `InputError` if features are not those of featomic."""
         if not self.has_derivatives:
             raise InputError(
-                f"Features by {self.soap.resolved_engine} have no derivatives, those by featomic "
-                f"do. {REMEDY}",
+                "Features by dscribe have no derivatives, those by featomic do. " + REMEDY,
                 parameter="engine",
             )
 
@@ -777,7 +741,7 @@ class SoapRepresentation(Representation):
 
     def describe(self) -> str:
         """Return hyper-parameters and sizes in a few words."""
-        soap = self.soap
+        soap = self.settings
         cutoffs = " + ".join(f"{scale.cutoff:g}" for scale in soap.scales)
         text = f"SOAP by {soap.resolved_engine}, cutoff {cutoffs} Å, ζ = {soap.exponent:g}"
         numbers = {str(s.pseudo_species) for s in soap.scales if s.pseudo_species is not None}
@@ -795,8 +759,8 @@ class SoapRepresentation(Representation):
     @property
     def engines(self) -> list[Engine]:
         """The engine of each scale."""
-        name = self.soap.resolved_engine
-        return [make_engine(name, scale, self.species) for scale in self.soap.scales]
+        name = self.settings.resolved_engine
+        return [make_engine(name, scale, self.species) for scale in self.settings.scales]
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -815,13 +779,33 @@ class SoapRepresentation(Representation):
         """Features of each scale."""
         return [slice(int(a), int(b)) for a, b in pairwise(offsets_of(self.widths))]
 
+    def choose_compression(self, problem: Problem) -> Compression | None:
+        """Return the compression of such features for a problem; None if all are kept."""
+        soap, is_large = self.settings, problem.n_representatives >= _MANY
+        if not isinstance(soap.compression, str):
+            compression = soap.compression
+        elif problem.derivatives:
+            # They are multiplied with all representatives, for every neighbour: fewer features pay.
+            # Twice as many pay with thousands of representatives (forces of azobenzene, energies of
+            # 3BPA), not with 1000; 672 of pseudo-species have errors smaller by some per cent only.
+            n_pairs = max(len(engine.pair_columns) for engine in self.engines)
+            q = max((64 if is_large else 32) * n_pairs, 192)
+            if any(scale.pseudo_species is not None for scale in soap.scales):
+                q = min(q, 320)
+            compression = Compression(method="pairs", n_features=q)
+        else:
+            compression = Compression() if is_large else None
+        if compression is None or max(self.widths) <= compression.n_features:
+            return None
+        return compression
+
     @property
     def differentiable(self) -> Sequence[DifferentiableFeatures]:
         """Features with derivatives, one for each term of the kernel; they need featomic."""
         from qualms.features.soap_derivatives import ScaleFeatures
 
         projections = [projection.matrix.astype(np.float64) for projection in self.projections]
-        length = None if self.soap.normalize else self.feature_scale
+        length = None if self.settings.normalize else self.feature_scale
         return [
             ScaleFeatures(cast(FeatomicEngine, engine), projection, length)
             for engine, projection in zip_longest(self.engines, projections)
@@ -833,19 +817,21 @@ class SoapRepresentation(Representation):
         # Compressed features are principal components, the largest first: these carry nearly all
         # of x·x′ and are multiplied in float64. Products of power spectra are not negative, but
         # those of compressed ones can be, a little.
-        n_exact = (512 if self.precise else 64) if self.projections else 0
-        single = PowerKernel(self.soap.exponent, n_exact=n_exact, clip=bool(self.projections))
+        n_exact = 0
+        if self.projections:
+            n_exact = 512 if self.dtype == np.float64 else 64
+        single = PowerKernel(self.settings.exponent, n_exact=n_exact, clip=bool(self.projections))
         if len(self.widths) == 1:
             return single
-        weights = np.array([scale.weight for scale in self.soap.scales])
+        weights = np.array([scale.weight for scale in self.settings.scales])
         columns = tuple(self.columns)
         return WeightedSumKernel((single,) * len(columns), tuple(weights / weights.sum()), columns)
 
     def features(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> FloatArray:
         """Return the features of the chosen atoms of each structure, in order.
 
-        They are an (n_environments, d) array of float32, or of float64 if `precise`, of unit length
-        for each scale if `soap.normalize`.
+        They are an (n_environments, d) array of `dtype`, of unit length for each scale if they are
+        normalised.
         """
         n = sum(len(chosen) for chosen in centers)
         features: FloatArray = np.zeros((n, self.n_features), dtype=self.dtype)
@@ -853,7 +839,9 @@ class SoapRepresentation(Representation):
             block = features[:, self.columns[s]]
             for rows, columns, values in engine.spectra(frames, centers):
                 unit = (
-                    normalize_rows(values) if self.soap.normalize else values / self.feature_scale
+                    normalize_rows(values)
+                    if self.settings.normalize
+                    else values / self.feature_scale
                 )
                 scaled = unit.astype(self.dtype, copy=False)
                 if self.projections:
@@ -861,61 +849,6 @@ class SoapRepresentation(Representation):
                     block[rows] = scaled @ self.projections[s].matrix[columns]
                 else:
                     block[np.ix_(rows, columns)] = scaled
-            if self.soap.normalize and self.projections:
+            if self.settings.normalize and self.projections:
                 block[:] = normalize_rows(block)
         return features
-
-
-def fit_representation(
-    soap: Soap,
-    species: Sequence[int],
-    frames: Sequence[Atoms],
-    centers: Sequence[IntArray],
-    compression: Compression | None,
-) -> SoapRepresentation:
-    """Return a representation with a compression, and a scale of features, found from a sample.
-
-    Parameters
-    ----------
-    soap : Soap
-    species : sequence of int
-        Atomic numbers in all structures to come.
-    frames, centers : sequences of Atoms and of arrays of int
-        Structures, and atoms in them: some thousand environments.
-    compression : Compression, optional
-        See `resolve_compression`.
-    """
-    plain = SoapRepresentation(soap, tuple(sorted(species)))
-    X = plain.features(frames, centers)
-    feature_scale = 1.0
-    if not soap.normalize:
-        feature_scale = float(np.sqrt(np.mean(np.einsum("ij,ij->i", X, X)))) or 1.0
-        X /= np.float32(feature_scale)
-    projections: tuple[Projection, ...] = ()
-    if compression is not None and any(w > compression.n_features for w in plain.widths):
-        method, q = compression.method, compression.n_features
-        projections = tuple(
-            fit_projection(X[:, columns], method, q, [*engine.pair_columns.values()])
-            for columns, engine in zip(plain.columns, plain.engines, strict=True)
-        )
-    return SoapRepresentation(soap, plain.species, projections, feature_scale)
-
-
-def resolve_compression(soap: Soap, species: Sequence[int], problem: Problem) -> Compression | None:
-    """Return the compression that ``soap.compression`` stands for; None if there is none."""
-    if soap.compression != "auto":
-        return soap.compression
-    plain = SoapRepresentation(soap, tuple(species))
-    compression, is_large = Compression(), problem.n_representatives >= _MANY
-    if problem.derivatives:
-        # They are multiplied with all representatives, for every neighbour: fewer features pay.
-        # Twice as many pay with thousands of representatives (forces of azobenzene, energies of
-        # 3BPA), not with 1000; 672 of pseudo-species have errors smaller by some per cent only.
-        n_pairs = max(len(engine.pair_columns) for engine in plain.engines)
-        q = max((64 if is_large else 32) * n_pairs, 192)
-        if any(scale.pseudo_species is not None for scale in soap.scales):
-            q = min(q, 320)
-        compression = Compression(method="pairs", n_features=q)
-    elif not is_large:
-        return None
-    return compression if max(plain.widths) > compression.n_features else None

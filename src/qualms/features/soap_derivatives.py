@@ -28,7 +28,7 @@ from ase import Atoms
 from scipy.sparse import csc_array
 from scipy.spatial import cKDTree
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, IntArray, whole_blocks
 from qualms.features.base import VOIGT, Changes, Tape
 from qualms.features.soap import FeatomicEngine, in_cell, order_factor
 
@@ -252,7 +252,10 @@ class SoapTape(Tape):
         assert self.moves is not None
         moves, K = self.moves, len(self.species)
         size = PRODUCTS // (3 * K * self.features.engine.n_products)
-        for begin, end in moves.parts(size):
+        # Of whole environments.
+        edges = np.append(np.flatnonzero(np.diff(moves.owners, prepend=-1)), len(moves.owners))
+        for first, last in whole_blocks(edges, size):
+            begin, end = int(edges[first]), int(edges[last])
             owners, atoms = moves.owners[begin:end], moves.atoms[begin:end]
             products = self._products([d[begin:end] for d in moves.densities], owners)
             for a, z in enumerate(self.species):
@@ -313,16 +316,6 @@ class Moves:
     species: IntArray  #: (g,): its species, a place in `SoapTape.species`
     is_center: BoolArray  #: (g,): whether it is the centre: these changes are not meaningful
     densities: list[Float64Array]  #: (g, 3, 2l + 1, n_radial), in 1/Å, for each l
-
-    def parts(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of about `size` changes, with all those of an environment."""
-        edges = np.append(np.flatnonzero(np.diff(self.owners, prepend=-1)), len(self.owners))
-        first = 0
-        while first < len(edges) - 1:
-            last = int(np.searchsorted(edges, edges[first] + size, side="right")) - 1
-            last = max(last, first + 1)
-            yield int(edges[first]), int(edges[last])
-            first = last
 
 
 def _runs(keys: IntArray) -> Iterator[tuple[int, int, int]]:
@@ -412,14 +405,29 @@ class ScaleFeatures:
             Q_αα′ of the module.
         """
         if (z, other) not in self._couplings:
-            n, n_orders = self.engine.scale.n_radial, self.engine.scale.l_max + 1
-            columns, block = self.engine.block(min(z, other), max(z, other), self.projection)
-            factors = np.array([order_factor(order) for order in range(n_orders)])
-            factors = factors * (1.0 if z == other else np.sqrt(2.0))
-            matrix = block.reshape(n_orders, n, n, len(columns)) * factors[:, None, None, None]
-            if z > other:
-                matrix = matrix.swapaxes(1, 2)
-            elif z == other:  # both densities change
-                matrix = matrix + matrix.swapaxes(1, 2)
-            self._couplings[z, other] = columns, matrix.reshape(len(block), len(columns))
+            self._couplings[z, other] = self._coupling(z, other)
         return self._couplings[z, other]
+
+    def _coupling(self, z: int, other: int) -> tuple[IntArray, Float64Array]:
+        """Compute a coupling by the weights of both elements in pairs of pseudo-species k ≤ m."""
+        W, scale = self.engine.weights, self.engine.scale
+        n, n_orders = scale.n_radial, scale.l_max + 1
+        a, b = np.searchsorted(self.engine.species, (z, other))
+        k, m = np.array([*combinations_with_replacement(range(W.shape[1]), 2)]).T
+        # Pairs of different species are stored once, times √2.
+        root = np.where(k == m, 1.0, np.sqrt(2.0))
+        direct, exchanged = root * W[a, k] * W[b, m], root * W[b, k] * W[a, m]
+        pairs = np.flatnonzero((direct != 0) | (exchanged != 0))
+        columns = np.concatenate([[*self.engine.pair_columns.values()][pair] for pair in pairs])
+        if self.projection is None:
+            rows = np.eye(len(columns))
+        else:
+            rows = self.projection[columns]
+            columns = np.flatnonzero(np.any(rows != 0, axis=0))
+            rows = rows[:, columns]
+        rows = rows.reshape(len(pairs), n_orders, n, n, len(columns))
+        matrix = np.tensordot(direct[pairs], rows, axes=1)
+        matrix = matrix + np.tensordot(exchanged[pairs], rows, axes=1).swapaxes(1, 2)
+        for order in range(n_orders):
+            matrix[order] *= order_factor(order)
+        return columns, matrix.reshape(self.engine.n_products, len(columns))
