@@ -321,7 +321,7 @@ def test_rows_of_rare_quantities_are_kept(small_parts, monkeypatch, alloys):
     for atoms in frames[6:]:
         del atoms.arrays["force"]
     problem = problem_of(frames, make_force_model(n_members=16).settings)
-    rows, _ = rows_of(problem)
+    rows = rows_of(problem)
     assert len(np.unique(rows.sample.quantities["forces"].structure)) == 6
     assert len(rows.sample.source) < 30
     with warnings.catch_warnings():
@@ -332,8 +332,8 @@ def test_rows_of_rare_quantities_are_kept(small_parts, monkeypatch, alloys):
 
 def test_sums_that_wait_need_memory(molecules):
     data = take_census(molecules[:60], make_model().settings).data
-    settings = make_model(n_representatives=1000).settings
-    few, many = (training.memory_needed(settings, data, n).driver for n in (1, 100))
+    settings = make_model().settings
+    few, many = (training.memory_needed(settings, data, 1000, n).driver for n in (1, 100))
     assert few <= many < 2 * few  # there are not more sums than tasks
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import Float64Array, IntArray, joined_groups
+from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
 from qualms.atomistic.baseline import RCOND, atom_design
 from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
@@ -184,6 +184,15 @@ class TrainingSet:
                     numbers[vector[rows]] if KINDS[name].of_atoms else None,
                 )
         return quantities
+
+    def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
+        """Return whether the group of each structure (n,) has labels of each derivative."""
+        codes = np.unique(groups, return_inverse=True)[1]
+        has = np.zeros((len(DERIVATIVES), int(codes.max()) + 1), dtype=bool)
+        for of_groups, name in zip(has, DERIVATIVES, strict=True):
+            if name in self.quantities:
+                of_groups[codes[self.quantities[name].structure]] = True
+        return [of_groups[codes] for of_groups in has]
 
     def take(self, structures: IntArray) -> TrainingSet:
         """Return the training set of some structures."""

@@ -23,7 +23,7 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
-from qualms.atomistic.quantities import DERIVATIVES, TARGET
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.execution import Workers
 from qualms.features.base import (
@@ -66,17 +66,13 @@ class TrainingProblem:
     settings: Settings
     data: TrainingSet
     census: Census
-    n_requested: int | str  #: number of representatives in the settings of the user
-    preset: str  #: the representation, if it was chosen, and why
+    draw: Draw  #: members, as sets of blocks of structures or atoms
+    baseline: Baseline
+    n_representatives: int  #: M, to select
     size_limit: str  #: what limits the number of representatives, if it is chosen
+    preset: str  #: the representation, if it was chosen, and why
     cached: bool  #: whether features are kept between the passes
     n_processes: int  #: processes that compute features
-
-    @property
-    def rows(self) -> IntArray:
-        """Structure of each row of the target, or its place, if atoms are drawn: (N,)."""
-        structure = self.data.quantities[TARGET].structure
-        return np.arange(len(structure)) if self.draws_atoms else structure
 
     @property
     def draws_atoms(self) -> bool:
@@ -87,23 +83,10 @@ class TrainingProblem:
         """Return the drawn units of some structures: themselves, or their atoms."""
         return ranges(self.data.offsets, structures) if self.draws_atoms else structures
 
-    def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
-        """Return whether the group of each structure (n,) has labels of each derivative."""
-        codes = np.unique(groups, return_inverse=True)[1]
-        has = np.zeros((len(DERIVATIVES), int(codes.max()) + 1), dtype=bool)
-        for of_groups, name in zip(has, DERIVATIVES, strict=True):
-            if name in self.data.quantities:
-                of_groups[codes[self.data.quantities[name].structure]] = True
-        return [of_groups[codes] for of_groups in has]
 
-
-def n_features(settings: Settings, data: TrainingSet) -> tuple[int, int]:
-    """Return the numbers of features after and before compression."""
-    return settings.features.n_features(data.species, _problem(settings, data))
-
-
-def _problem(settings: Settings, data: TrainingSet) -> Problem:
-    return Problem(min(settings.n_selected, data.n_environments), settings.has_forces)
+def n_features(settings: Settings, data: TrainingSet, M: int) -> tuple[int, int]:
+    """Return the numbers of features, for M representatives, after and before compression."""
+    return settings.features.n_features(data.species, Problem(M, settings.has_forces))
 
 
 # --- features -------------------------------------------------------------------------------------
@@ -120,7 +103,8 @@ def fit_features(problem: TrainingProblem, stages: Stages) -> Representation:
         return frames, centers
 
     with stages.stage("Compression"):
-        return settings.features.fit(data.species, _problem(settings, data), sample)
+        size = Problem(problem.n_representatives, settings.has_forces)
+        return settings.features.fit(data.species, size, sample)
 
 
 def random_sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
@@ -203,6 +187,9 @@ class Environments:
     groups: IntArray  #: (n,): group of the structure
     features: FloatArray  #: (n, d)
 
+    def __len__(self) -> int:
+        return len(self.origins)
+
     def take(self, some: IntArray) -> Environments:
         """Return the environments with these indices."""
         return Environments(self.origins[some], self.groups[some], self.features[some])
@@ -216,34 +203,19 @@ class Environments:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-@dataclass(frozen=True)
-class Representatives:
-    """Representative environments, in the order of the pivots, and their whitening."""
-
-    environments: Environments
-    whitening: Whitening
-
-    def __len__(self) -> int:
-        return len(self.environments.origins)
-
-    def leading(self, r: int) -> Representatives:
-        """Return the first r representatives: the factor of the whitening is triangular."""
-        return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
-
-
-def part_size(settings: Settings, data: TrainingSet) -> int:
+def part_size(settings: Settings, data: TrainingSet, M: int) -> int:
     """Return environments of a part from which representatives are selected.
 
     Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
     """
-    M, width = settings.n_selected, settings.features.itemsize * n_features(settings, data)[0]
+    width = settings.features.itemsize * n_features(settings, data, M)[0]
     return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
 
 
 def pick_representatives(
     problem: TrainingProblem, representation: Representation, workers: Workers, stages: Stages
-) -> tuple[Representatives, list[FloatArray]]:
-    """Select representatives: within parts, and then among those of all parts.
+) -> tuple[Environments, Whitening, list[FloatArray]]:
+    """Select representatives: within parts, and then among those of all parts; and whiten them.
 
     For farthest points, both steps leave every environment within twice the optimal covering radius
     of a pick, as the plain algorithm does; together, at most twice as far. Features (n, d) of the
@@ -257,7 +229,8 @@ def pick_representatives(
     stages : Stages
     """
     settings, data = problem.settings, problem.data
-    edges = structure_blocks(data.offsets, part_size(settings, data))
+    M = problem.n_representatives
+    edges = structure_blocks(data.offsets, part_size(settings, data, M))
     parts = [data.take(np.arange(first, last)) for first, last in edges]
     selected, cache = [], []
     with stages.stage("Features", data.n_environments) as advance:
@@ -266,6 +239,7 @@ def pick_representatives(
             candidates,
             parts,
             settings,
+            M,
             workers.share(representation),
             problem.n_processes,
             len(parts) == 1,
@@ -281,12 +255,13 @@ def pick_representatives(
     if not problem.cached:
         stop_workers()  # and free their memory
     environments, kernel = Environments.join(selected), representation.kernel
-    return whitened_points(environments, kernel, settings, stages), cache
+    return *whitened_points(environments, M, kernel, settings, stages), cache
 
 
 def candidates(
     part: TrainingSet,
     settings: Settings,
+    M: int,
     representation: Representation,
     n_processes: int,
     alone: bool,
@@ -301,6 +276,8 @@ def candidates(
     ----------
     part : TrainingSet
     settings : Settings
+    M : int
+        Number of representatives that are selected among the candidates of all parts.
     representation : Representation
     n_processes : int
         Processes that compute features.
@@ -321,7 +298,7 @@ def candidates(
     groups = np.repeat(part.groups, part.environments)
     environments = Environments(origins.astype(np.int64), groups, X)
     if not alone:
-        n, selection = settings.n_selected, settings.selection
+        n, selection = M, settings.selection
         if selection == "cur":  # selects among farthest points
             n, selection = LANDMARKS * n, "fps"
         rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
@@ -331,20 +308,24 @@ def candidates(
 
 
 def whitened_points(
-    environments: Environments, kernel: Kernel, settings: Settings, stages: Stages
-) -> Representatives:
+    environments: Environments, M: int, kernel: Kernel, settings: Settings, stages: Stages
+) -> tuple[Environments, Whitening]:
     """Select representatives among candidates, and drop those that others describe to rounding.
+
+    They are returned in the order of the pivots, with their whitening.
 
     Parameters
     ----------
     environments : Environments
         Candidates.
+    M : int
+        Number of representatives to select.
     kernel : Kernel
     settings : Settings
     stages : Stages
     """
     rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
-    X, n = environments.features, min(settings.n_selected, len(environments.features))
+    X, n = environments.features, min(M, len(environments))
     with stages.stage("Representatives", n) as advance:
         selected = select_representatives(X, n, settings.selection, kernel, rng, advance)
         environments = environments.take(selected)
@@ -354,7 +335,7 @@ def whitened_points(
         exact = environments.features.astype(np.float64)
         rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
-    return Representatives(environments.take(whitening.pivots), whitening)
+    return environments.take(whitening.pivots), whitening
 
 
 # --- sums over kernel rows, and rows that are kept ------------------------------------------------
@@ -364,7 +345,8 @@ def whitened_points(
 class Rows:
     """Sums over the rows of all quantities, and the rows that are kept."""
 
-    representatives: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
+    representatives: Environments  #: in the order of the pivots of the whitening
+    whitening: Whitening  #: of the kernel scaled by Eq. (17), Musil et al. 2019
     scale: float  #: the factor of the kernel
     sums: BlockSums
     kept: KeptRows
@@ -380,10 +362,13 @@ class Rows:
         """Return the rows of the model that has the first r representatives alone."""
         if r == len(self.representatives):
             return self
-        parts = {
-            name: getattr(self, name).leading(r) for name in ("representatives", "sums", "kept")
-        }
-        return replace(self, **parts)
+        return replace(
+            self,
+            representatives=self.representatives.take(np.arange(r)),
+            whitening=self.whitening.leading(r),  # its factor is triangular
+            sums=self.sums.leading(r),
+            kept=self.kept.leading(r),
+        )
 
     def with_draw(self, draw: Draw) -> Rows:
         """Return a copy with other members."""
@@ -396,10 +381,10 @@ class RowTask:
 
     representation: Representation
     n_processes: int
-    representatives: Representatives
+    representatives: Environments
+    whitening: Whitening
     sizes: list[int]  #: numbers of representatives that novelty is computed for
-    species: list[int]
-    baseline: Float64Array  #: (S,): coefficients of the full model
+    baseline: Baseline
     center: float
     draws_atoms: bool
     chunk: int  #: structures whose rows are computed at a time
@@ -460,7 +445,7 @@ def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
     data = part.data
     Phi, diagonal, novelty = whitened_rows(part, task)
     n, sums = len(data.y), {}
-    C = _columns(data, task.species, task.baseline, task.center)
+    C = _columns(data, task.baseline, task.center)
     for name, quantity in data.quantities.items():
         points = quantity.rows if task.draws_atoms else quantity.structure
         sums[name] = part.draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
@@ -474,18 +459,16 @@ def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
     return PartSums(sums, float(diagonal.sum()), [novelty], kept)
 
 
-def _columns(
-    data: TrainingSet, species: Sequence[int], baseline: Float64Array, center: float
-) -> Float64Array:
+def _columns(data: TrainingSet, baseline: Baseline, center: float) -> Float64Array:
     """Return the columns of sums: labels less baseline and mean, design matrix, and one.
 
     Derivatives of the target have neither baseline nor mean.
     """
-    n, design = len(data.y), data.design(species)
+    n, design = len(data.y), data.design(baseline.species)
     columns = np.zeros((data.n_rows, design.shape[1] + 2))
     for quantity in data.quantities.values():
         columns[quantity.rows, 0] = quantity.y
-    columns[:n, 0] -= design @ baseline + center
+    columns[:n, 0] -= baseline.predict(design) + center
     columns[:n, 1:-1], columns[:n, -1] = design, 1.0
     return columns
 
@@ -503,10 +486,9 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         representatives, those of the group of the structure left out.
     """
     data, representation = part.data, task.representation
-    environments = task.representatives.environments
-    X_M = environments.features.astype(representation.basis_dtype, copy=False)
+    X_M = task.representatives.features.astype(representation.basis_dtype, copy=False)
     basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
-    same_group = _places_of_groups(environments.groups, data.groups)
+    same_group = _places_of_groups(task.representatives.groups, data.groups)
     n, sizes = len(data.y), task.sizes
     K = np.zeros((data.n_rows, len(X_M)))
     diagonal, novelty = np.empty(n), np.empty((len(data.source), len(sizes), 2))
@@ -530,7 +512,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         terms = kernel_terms(representation, X_M)
         fill_rows(K[:n], K[n:], list(data.frames), data.derivatives, terms)
     with few_threads(len(K), len(X_M)):
-        Phi = task.representatives.whitening.features(K, overwrite=True)
+        Phi = task.whitening.features(K, overwrite=True)
     return np.asarray(Phi, dtype=np.float64), diagonal, novelty
 
 
@@ -554,9 +536,8 @@ def rows_of_task(M: int) -> int:
 def sum_rows(
     problem: TrainingProblem,
     representation: Representation,
-    representatives: Representatives,
-    draw: Draw,
-    baseline: Baseline,
+    representatives: Environments,
+    whitening: Whitening,
     cache: list[FloatArray],
     workers: Workers,
     stages: Stages,
@@ -569,27 +550,26 @@ def sum_rows(
     ----------
     problem : TrainingProblem
     representation : Representation
-    representatives : Representatives
-    draw : Draw
-        Members, as sets of blocks of structures or atoms.
-    baseline : Baseline
+    representatives : Environments
+    whitening : Whitening
+        Of the kernel of the representatives.
     cache : list of arrays
         Features of consecutive parts, if they were kept; the list is emptied.
     workers : Workers
     stages : Stages
     """
-    settings, data, r = problem.settings, problem.data, len(representatives)
+    data, baseline, r = problem.data, problem.baseline, len(representatives)
     sizes = [*(nested_sizes(r) if problem.size_limit else []), r]
     rest = data.y - baseline.predict(data.design(data.species))
-    center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
-    kept = _keep_structures(problem, draw)
+    center = float(rest.mean()) if baseline.name != "none" else 0.0
+    kept = _keep_structures(problem)
     edges = np.cumsum(data.rows_of_structures)
     n_parts = math.ceil(edges[-1] / rows_of_task(r))
     starts = np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts)
     parts = [
         RowPart(
             data.take(structures),
-            draw.take(problem.drawn(structures)),
+            problem.draw.take(problem.drawn(structures)),
             kept[structures],
             _take_cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
         )
@@ -604,9 +584,9 @@ def sum_rows(
             representation=representation,
             n_processes=problem.n_processes,
             representatives=representatives,
+            whitening=whitening,
             sizes=sizes,
-            species=data.species,
-            baseline=baseline.full,
+            baseline=baseline,
             center=center,
             draws_atoms=problem.draws_atoms,
             chunk=max(int(CHUNK * len(data.source) / data.n_rows), 1),
@@ -621,9 +601,8 @@ def sum_rows(
                 count(n)
     assert total is not None, "there are structures"
     stop_workers()
-    return _scaled(
-        problem, representatives, draw, baseline, total, np.flatnonzero(kept), center, sizes
-    )
+    is_kept = np.flatnonzero(kept)
+    return _scaled(problem, representatives, whitening, total, is_kept, center, sizes)
 
 
 def _take_cached(cache: Sequence[FloatArray], begin: int, end: int) -> FloatArray | None:
@@ -641,12 +620,12 @@ def nested_sizes(r: int) -> list[int]:
     return [m for m in (r // 8, r // 4, r // 2) if SMALLEST <= m < r]
 
 
-def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
+def _keep_structures(problem: TrainingProblem) -> BoolArray:
     """Return the structures whose rows are kept: (n,), random groups that some members lack.
 
     All, if members are drawn freely.
     """
-    data, settings = problem.data, problem.settings
+    data, settings, draw = problem.data, problem.settings, problem.draw
     if settings.draw == "free":
         return np.ones(len(data.source), dtype=bool)
     lacked = (draw.counts == 0).any(axis=1) | (draw.counts.shape[1] == 0)
@@ -658,23 +637,22 @@ def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
         data.rows_of_structures[some],
         N_KEPT,
         np.random.default_rng([settings.seed, _KEPT_STREAM]),
-        [has[some] for has in problem.derivatives_of_groups(data.groups)],
+        [has[some] for has in data.derivatives_of_groups(data.groups)],
     )
     return kept
 
 
 def _scaled(
     problem: TrainingProblem,
-    representatives: Representatives,
-    draw: Draw,
-    baseline: Baseline,
+    representatives: Environments,
+    whitening: Whitening,
     total: PartSums,
     kept: IntArray,
     center: float,
     sizes: Sequence[int],
 ) -> Rows:
     """Return sums and kept rows for the kernel scaled by Eq. (17), Musil et al. 2019."""
-    data = problem.data
+    data, draw = problem.data, problem.draw
     scale = unit_scale(1.0, np.array([total.diagonal / len(data.y)]))
     sample = data.take(kept)
     of_target, of_others, diagonals = zip(*total.kept, strict=True)
@@ -682,7 +660,7 @@ def _scaled(
     total.kept.clear()  # there may be no memory for both
     del of_target, of_others
     Phi *= math.sqrt(scale)
-    columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
+    columns, groups = _columns(sample, problem.baseline, center), np.arange(len(Phi))
     of_points = np.empty(len(Phi), dtype=np.intp)
     for quantity in sample.quantities.values():
         of_points[quantity.rows] = kept[quantity.structure]
@@ -693,11 +671,10 @@ def _scaled(
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
     sums = BlockSums.of(total.sums, draw.n_blocks)
     sums.scale(math.sqrt(scale))
-    whitening = representatives.whitening
-    factor = whitening.factor * math.sqrt(scale)
     novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
     return Rows(
-        representatives=replace(representatives, whitening=replace(whitening, factor=factor)),
+        representatives=representatives,
+        whitening=replace(whitening, factor=whitening.factor * math.sqrt(scale)),
         scale=scale,
         sums=sums,
         kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),

@@ -357,12 +357,6 @@ class Settings(BaseModel):
         return self.baseline.then if isinstance(self.baseline, Reference) else self.baseline
 
     @property
-    def n_selected(self) -> int:
-        """Number of representatives to select, when it is known."""
-        assert isinstance(self.n_representatives, int), "not yet chosen"
-        return self.n_representatives
-
-    @property
     def n_subsampled(self) -> int:
         """Number of members that are trained on subsamples."""
         return 0 if self.uncertainty == "posterior" else self.n_members
