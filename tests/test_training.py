@@ -505,7 +505,7 @@ def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
         atoms.info["cheap"] = 0.9 * atoms.info[ENERGY]
     model = make_model(baseline={"key": "cheap"})
     monkeypatch.setattr(training, "memory_needed", lambda *_, **options: needs(options))
-    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.reference))
+    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.baseline_potential))
 
     def needs(options):
         size = 1e15 if options.get("cached") else 1e8

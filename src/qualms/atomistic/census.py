@@ -317,7 +317,7 @@ def take_census(
     *,
     workers: Workers | None = None,
     stages: Stages | None = None,
-    reference: BaselinePotential | None = None,
+    potential: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Census:
     """Read the labels of all structures, check them, and find duplicates.
@@ -331,7 +331,7 @@ def take_census(
         Labels of structures that belong together, or their key in ``atoms.info``.
     workers : Workers, optional
     stages : Stages, optional
-    reference : BaselinePotential, optional
+    potential : BaselinePotential, optional
         Labels are differences from it; workers make it themselves.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -341,8 +341,8 @@ def take_census(
     in_memory = workers.executor is None and not isinstance(frames, FrameFiles)
     parts = divided(frames, len(frames) if in_memory else SCANNED)
     key = groups if isinstance(groups, str) else None
-    options = settings, key, skip_failed, reference if workers.executor is None else None
-    stage = "Labels" if settings.reference is None else "Baseline"
+    options = settings, key, skip_failed, potential if workers.executor is None else None
+    stage = "Labels" if settings.baseline_potential is None else "Baseline"
     with stages.stage(stage, len(frames)) as advance, _once():
         censuses: list[Census] = []
         done = 0
@@ -370,8 +370,8 @@ def take_census(
     data = replace(data, frames=_take_frames(frames, data.source), groups=codes, copies=copies)
     if settings.kind == "extensive":
         check_not_constant(settings.target, data.y * data.sizes, data.sizes)
-    if settings.reference is not None:
-        check_differences(settings.reference.name, settings.target, data, census.before)
+    if settings.baseline_potential is not None:
+        check_differences(settings.baseline_potential.name, settings.target, data, census.before)
     return replace(census, data=data)
 
 
@@ -381,16 +381,16 @@ def _scan(
     settings: Settings,
     group_key: str | None,
     skip_failed: bool,
-    reference: BaselinePotential | None,
+    potential: BaselinePotential | None,
 ) -> Census:
     """Take the census of a part, as a task; there must be labels if they are required."""
     frames = list(part.frames)
-    if reference is None and settings.reference is not None:
-        reference = _reference_of_worker(settings)
+    if potential is None and settings.baseline_potential is not None:
+        potential = _potential_of_worker(settings)
     with numbered(part):
         labels = group_labels(frames, group_key) if group_key else []
         census = read_labels(
-            frames, settings, reference=reference, skip_failed=skip_failed, required=required
+            frames, settings, potential=potential, skip_failed=skip_failed, required=required
         )
     source = census.data.source
     return replace(
@@ -401,17 +401,17 @@ def _scan(
     )
 
 
-_REFERENCES: dict[str, BaselinePotential] = {}
+_POTENTIALS: dict[str, BaselinePotential] = {}
 
 
-def _reference_of_worker(settings: Settings) -> BaselinePotential:
+def _potential_of_worker(settings: Settings) -> BaselinePotential:
     """Return the reference potential of the labels, created once in each worker."""
-    key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
-    if key not in _REFERENCES:
-        made = make_baseline_potential(settings, confirmed=settings.reference)
+    key = f"{settings.baseline_potential!r} {settings.units} {settings.representation!r}"
+    if key not in _POTENTIALS:
+        made = make_baseline_potential(settings, confirmed=settings.baseline_potential)
         assert made is not None
-        _REFERENCES[key] = made
-    return _REFERENCES[key]
+        _POTENTIALS[key] = made
+    return _POTENTIALS[key]
 
 
 @contextmanager
@@ -480,7 +480,7 @@ def read_labels(
     frames: Sequence[Atoms],
     settings: Settings,
     *,
-    reference: BaselinePotential | None = None,
+    potential: BaselinePotential | None = None,
     skip_failed: bool = False,
     required: bool = True,
 ) -> Census:
@@ -490,7 +490,7 @@ def read_labels(
     ----------
     frames : sequence of Atoms
     settings : Settings
-    reference : BaselinePotential, optional
+    potential : BaselinePotential, optional
         Labels are differences from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -511,9 +511,9 @@ def read_labels(
         parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
         labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
     hashes = data_hashes([frames[i] for i in scanned.frames], labels)
-    if reference is not None:
+    if potential is not None:
         scanned, derivatives = _differences(
-            frames, scanned, derivatives, reference, skip_failed=skip_failed, required=required
+            frames, scanned, derivatives, potential, skip_failed=skip_failed, required=required
         )
     used = [frames[i] for i in scanned.frames]
     n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
@@ -627,7 +627,7 @@ def _differences(
     frames: Sequence[Atoms],
     targets: Labelled,
     derivatives: ForceLabels | None,
-    reference: BaselinePotential,
+    potential: BaselinePotential,
     *,
     skip_failed: bool,
     required: bool,
@@ -644,7 +644,7 @@ def _differences(
     has_labels = has_labels.reshape(-1, 2)
     for has_forces, has_stress in np.unique(has_labels, axis=0).tolist():
         rows = np.flatnonzero((has_labels == (has_forces, has_stress)).all(axis=1))
-        values = reference.evaluate(
+        values = potential.evaluate(
             [frames[i] for i in indices[rows]],
             forces=has_forces,
             stress=has_stress,
@@ -661,13 +661,13 @@ def _differences(
     kept = np.flatnonzero(np.isfinite(energies))
     if required and not len(kept):
         raise InputError(
-            f"The baseline {reference.name} failed for every structure with a label. Use another "
+            f"The baseline {potential.name} failed for every structure with a label. Use another "
             "baseline, or correct its arguments.",
             parameter="baseline",
         )
     alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
     numbers = [alone[z] for z in targets.isolated]
-    of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
+    of_atoms = potential.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
     isolated = zip(targets.isolated.items(), of_atoms.energies.tolist(), strict=True)
     left = replace(
         targets,

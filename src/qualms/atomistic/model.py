@@ -30,9 +30,9 @@ from qualms.atomistic.predictions import (
 )
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import (
-    Reference,
+    PotentialSettings,
     Settings,
-    as_reference,
+    as_potential,
     make_settings,
     parameter_list,
     signature,
@@ -70,10 +70,10 @@ class AtomisticModel:
 
     def __init__(self, target: str, kind: str = "extensive", **parameters: Any) -> None:
         settings = make_settings({"target": target, "kind": kind, **parameters})
-        self._start(settings, settings.threads, settings.reference)
+        self._start(settings, settings.threads, settings.baseline_potential)
 
     def _start(
-        self, settings: Settings, threads: int | None, confirmed: Reference | None = None
+        self, settings: Settings, threads: int | None, confirmed: PotentialSettings | None = None
     ) -> None:
         self.settings = self._given = settings
         if confirmed is not None:  # training uses the potential that the user gave
@@ -135,7 +135,7 @@ class AtomisticModel:
             workers=as_workers(executor, self.threads if executor is None else 1),
             threads=self.threads,
             stages=Stages(Bars() if progress is True else progress or None),
-            reference=self.reference,  # an error if a file names code that no user confirmed
+            potential=self.reference,  # an error if a file names code that no user confirmed
             skip_failed=skip_failed,
         )
         self._potential = None
@@ -145,7 +145,11 @@ class AtomisticModel:
 
     @classmethod
     def from_fitted(
-        cls, fitted: Fitted, *, threads: int | None = None, confirmed: Reference | None = None
+        cls,
+        fitted: Fitted,
+        *,
+        threads: int | None = None,
+        confirmed: PotentialSettings | None = None,
     ) -> AtomisticModel:
         """Return the model of a training run or of a file.
 
@@ -153,7 +157,7 @@ class AtomisticModel:
         ----------
         fitted : Fitted
         threads : int, optional
-        confirmed : Reference, optional
+        confirmed : PotentialSettings, optional
             The reference potential that the user named, so that its code may run.
         """
         model = cls.__new__(cls)
@@ -373,8 +377,10 @@ class AtomisticModel:
             The file with the weights of a network, unless they come with its package; or the object
             that the model was trained with.
         """
-        confirmed, fitted = as_reference(baseline), read_model(path, representation)
-        if baseline is not None and (confirmed is None or fitted.settings.reference is None):
+        confirmed, fitted = as_potential(baseline), read_model(path, representation)
+        if baseline is not None and (
+            confirmed is None or fitted.settings.baseline_potential is None
+        ):
             raise InputError(
                 f"`baseline={baseline!r}` does not fit the model: it is a calculator or a key, for "
                 "a model that was trained with one.",
@@ -560,7 +566,7 @@ def _independent(fitted: Fitted) -> str:
 
 
 def _baseline(fitted: Fitted) -> str:
-    reference = fitted.settings.reference
+    reference = fitted.settings.baseline_potential
     if reference is None:
         return fitted.baseline.name
     arguments = ", ".join(f"{name}={value}" for name, value in reference.arguments.items())

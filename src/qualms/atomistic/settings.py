@@ -63,7 +63,7 @@ _TBLITE = ("charge", "multiplicity", "accuracy", "electronic_temperature", "max_
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-class Reference(BaseModel):
+class PotentialSettings(BaseModel):
     """A reference potential, whose energies, forces and stresses are subtracted (Δ-learning).
 
     It has names only: nothing is imported before a value of the potential is needed.
@@ -99,7 +99,7 @@ class Reference(BaseModel):
         return _by_number(value)
 
     @model_validator(mode="after")
-    def _known_names(self) -> Reference:
+    def _known_names(self) -> PotentialSettings:
         name = (self.calculator or "").partition(":")[0]
         problem = ""
         if (self.calculator is None) == (self.key is None):
@@ -138,20 +138,20 @@ class Reference(BaseModel):
         return ""
 
 
-def as_reference(value: Any) -> Reference | None:
+def as_potential(value: Any) -> PotentialSettings | None:
     """Return the reference potential that a baseline is or names, or None if it is another one."""
     if isinstance(value, str) and (value == "backbone" or value in CALCULATORS or ":" in value):
         value = {"calculator": value}
     if not isinstance(value, Mapping) or not {"calculator", "key"} & {*value}:
-        return value if isinstance(value, Reference) else None
+        return value if isinstance(value, PotentialSettings) else None
     try:
-        return Reference.model_validate(dict(value))
+        return PotentialSettings.model_validate(dict(value))
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, InputError):
             raise cause from None
-        name, fields = ".".join(map(str, first["loc"])), [*Reference.model_fields]
+        name, fields = ".".join(map(str, first["loc"])), [*PotentialSettings.model_fields]
         problem = f"The entry {name!r} of the baseline {value!r} is wrong: {first['msg']}."
         if first["type"] == "extra_forbidden":
             problem = f"A reference potential has no entry {name!r}, only {', '.join(fields)}."
@@ -163,7 +163,7 @@ def _by_number(value: Any) -> Any:
     """Return energies of isolated atoms by atomic number; anything else as it is."""
     if not isinstance(value, Mapping):
         return value
-    others = Reference.model_fields
+    others = PotentialSettings.model_fields
     energies = {as_number(z, "baseline", others): energy for z, energy in value.items()}
     for element, energy in energies.items():
         check_number(f"baseline[{chemical_symbols[element]!r}]", energy, -np.inf)
@@ -232,7 +232,7 @@ class Settings(BaseModel):
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )
-    baseline: Reference | _Linear = _model(
+    baseline: PotentialSettings | _Linear = _model(
         "composition",
         '{"composition", "mean", "atoms", "none"}, str or dict',
         "Subtracted before learning: least squares in the composition; a constant; energies of "
@@ -347,14 +347,14 @@ class Settings(BaseModel):
         return self.representation
 
     @property
-    def reference(self) -> Reference | None:
+    def baseline_potential(self) -> PotentialSettings | None:
         """The reference potential, if there is one."""
-        return self.baseline if isinstance(self.baseline, Reference) else None
+        return self.baseline if isinstance(self.baseline, PotentialSettings) else None
 
     @property
     def linear_baseline(self) -> _Linear:
-        """The baseline that is linear in the composition; that of differences from a reference."""
-        return self.baseline.then if isinstance(self.baseline, Reference) else self.baseline
+        """The baseline that is linear in the composition; that of differences from a potential."""
+        return self.baseline.then if isinstance(self.baseline, PotentialSettings) else self.baseline
 
     @property
     def n_subsampled(self) -> int:
@@ -436,10 +436,10 @@ class Settings(BaseModel):
 
     @field_validator("baseline", mode="before")
     @classmethod
-    def _reference_or_energies(cls, value: Any) -> Any:
-        reference = as_reference(value)
+    def _potential_or_energies(cls, value: Any) -> Any:
+        potential = as_potential(value)
         names = ("composition", "mean", "atoms", "none")
-        if isinstance(value, str) and reference is None and value not in names:
+        if isinstance(value, str) and potential is None and value not in names:
             calculators = [f"{n}:{m}" for n, ms in CALCULATORS.items() for m in ms or ("",)]
             baselines = (
                 *names,
@@ -451,7 +451,7 @@ class Settings(BaseModel):
                 f"path of a calculator, package.module:callable.{did_you_mean(value, baselines)}",
                 parameter="baseline",
             )
-        return _by_number(value) if reference is None else reference
+        return _by_number(value) if potential is None else potential
 
     @field_validator("calibration", mode="before")
     @classmethod
@@ -511,8 +511,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
             parameter="resample",
         )
     _check_members(settings)
-    if settings.reference is not None:
-        _check_reference(settings, settings.reference)
+    if settings.baseline_potential is not None:
+        _check_potential(settings, settings.baseline_potential)
     if settings.force_atoms != "auto" and settings.forces is None:
         raise InputError(
             f"`force_atoms={settings.force_atoms!r}` has no meaning, since no `forces` are "
@@ -561,24 +561,24 @@ def _check_members(settings: Settings) -> None:
         )
 
 
-def _check_reference(settings: Settings, reference: Reference) -> None:
+def _check_potential(settings: Settings, potential: PotentialSettings) -> None:
     """Reject a reference potential of a property that is no energy, or in unknown units."""
     if settings.kind != "extensive":
         raise InputError(
-            f"The baseline {reference.name} is a potential of energies; the target is "
+            f"The baseline {potential.name} is a potential of energies; the target is "
             f"{settings.kind}. Use 'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
-    keys = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
+    keys = {settings.keys[name]: potential.key_of(name) for name in settings.keys}
     if any(target == key for target, key in keys.items()):
         raise InputError(
-            f"The baseline has the {reference.name}, which is that of the labels. Name the key of "
+            f"The baseline has the {potential.name}, which is that of the labels. Name the key of "
             "other energies.",
             parameter="baseline",
         )
-    if reference.key is None and settings.units not in ("", *ENERGIES):
+    if potential.key is None and settings.units not in ("", *ENERGIES):
         raise InputError(
-            f"Energies of the baseline {reference.name} cannot be converted to "
+            f"Energies of the baseline {potential.name} cannot be converted to "
             f"`units={settings.units!r}`. Use {', '.join(ENERGIES)}."
             f"{did_you_mean(settings.units, ENERGIES)}",
             parameter="units",

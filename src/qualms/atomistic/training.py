@@ -133,7 +133,7 @@ def fit(
     workers: Workers | None = None,
     threads: int = 1,
     stages: Stages | None = None,
-    reference: BaselinePotential | None = None,
+    potential: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Fitted:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
@@ -152,7 +152,7 @@ def fit(
         Cores of this process.
     stages : Stages, optional
         Shows the progress.
-    reference : BaselinePotential, optional
+    potential : BaselinePotential, optional
         The model learns the differences of the labels from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -166,7 +166,7 @@ def fit(
             groups,
             workers=workers,
             stages=stages,
-            reference=reference,
+            potential=potential,
             skip_failed=skip_failed,
         )
         problem = resolve(settings, census, workers, threads)
@@ -245,8 +245,8 @@ def _with_baseline(
         return settings
     if settings.kind == "extensive" and {*species} <= {*isolated}:
         log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
-        reference = settings.reference
-        atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
+        potential = settings.baseline_potential
+        atoms = "atoms" if potential is None else potential.model_copy(update={"then": "atoms"})
         return settings.model_copy(update={"baseline": atoms})
     warn(
         f"The training set has too few compositions to determine {settings.target!r} of each of "
@@ -1016,7 +1016,7 @@ def calibrate(
             packages={
                 "qualms": qualms.__version__,
                 **{name: version(name) for name in packages},
-                **calculator_version(settings.reference),
+                **calculator_version(settings.baseline_potential),
             },
             data_digest=problem.census.digest,
         ),
