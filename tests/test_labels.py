@@ -194,7 +194,7 @@ def test_fingerprints_and_digests():
     frames = [atoms, other]
 
     def digest(frames, labels):
-        return data_digest(data_hashes(frames, labels))
+        return data_digest(data_hashes(fingerprints(frames), labels))
 
     found = digest(frames, np.array([1.0, np.nan]))
     assert found == digest(copies(frames), [1.0, -np.nan])

@@ -351,3 +351,22 @@ def test_warnings_of_parts_are_issued_once(small_parts, molecules, tmp_path):
     with pytest.warns(QualmsWarning, match="several places") as caught:
         take_census(files, make_model().settings)
     assert len(caught) <= 2  # which place is named first
+
+
+def test_warnings_of_parts_have_the_numbers_of_all_structures(small_parts, alloys, tmp_path):
+    frames = copies(alloys[:30])
+    for atoms in frames[20:22]:
+        del atoms.info["energy"]
+    files = FrameFiles.open([written(tmp_path / "train.xyz", frames)])
+    with pytest.warns(QualmsWarning, match=r"frames\[20\]"):
+        take_census(files, make_force_model().settings)
+
+
+def test_stresses_that_no_part_can_use(small_parts, alloys, tmp_path):
+    frames = copies(alloys[:30])
+    for atoms in frames:
+        atoms.pbc, atoms.cell = False, None
+    files = FrameFiles.open([written(tmp_path / "train.xyz", frames)])
+    with pytest.warns(QualmsWarning), pytest.raises(InputError) as error:
+        take_census(files, make_force_model(stress="virtual").settings)
+    assert error.value.parameter == "stress"

@@ -6,6 +6,7 @@ in memory are one part, those of files are read part by part, and results do not
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
 from qualms.atomistic.baseline import RCOND, atom_design
 from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
+    FINDERS,
     ForceLabels,
     Labelled,
     agreeing,
@@ -45,6 +47,7 @@ from qualms.atomistic.structures import (
     numbered,
     state_of,
 )
+from qualms.calibration.vectors import MULTIPLICITY
 from qualms.errors import InputError, counted, did_you_mean, warn
 from qualms.execution import Workers
 from qualms.features.base import offsets_of, ranges
@@ -151,38 +154,35 @@ class TrainingSet:
         return {TARGET: target, **self._derived()}
 
     def _derived(self) -> dict[str, Quantity]:
-        """Return the blocks of forces and virials, whose rows come after those of the target."""
+        """Return the blocks of the derivatives, whose rows come after those of the target."""
         labels, sizes, n_frames = self.derivatives, self.sizes, len(self.sizes)
         if labels is None or not n_frames:
             return {}
+        # Components of a structure follow each other, and with them those of all derivatives.
         place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
         structure = np.repeat(np.arange(n_frames), np.diff(labels.offsets))
-        n = sizes[structure]
-        # Each structure has n forces and a virial.
-        vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
-        multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
-        solid = self.volumes > 0
-        density = np.divide(sizes, self.volumes, out=np.zeros(n_frames), where=solid)
-        is_virial = place >= 3 * n
-        component = np.where(is_virial, place - 3 * n, place % 3)
-        # The virial, after the forces, belongs to no atom.
-        numbers = np.zeros(len(self.numbers) + n_frames, dtype=self.numbers.dtype)
-        numbers[np.arange(len(self.numbers)) + np.repeat(np.arange(n_frames), sizes)] = self.numbers
-        factor = np.where(is_virial, density[structure], 1.0)
+        volumes = self.volumes
+        density = np.divide(sizes, volumes, out=np.zeros(n_frames), where=volumes > 0)
         quantities = {}
-        for name, chosen in zip(DERIVATIVES, (~is_virial, is_virial), strict=True):
-            rows = np.flatnonzero(chosen)
+        for name in DERIVATIVES:
+            of_atoms, n_components = KINDS[name].of_atoms, KINDS[name].n_components
+            n_vectors = sizes if of_atoms else np.ones_like(sizes)
+            end = n_components * n_vectors[structure]
+            rows = np.flatnonzero((place >= 0) & (place < end))
             if len(rows):
+                s, component = structure[rows], place[rows] % n_components
+                vector = offsets_of(n_vectors)[s] + place[rows] // n_components
                 quantities[name] = Quantity(
                     labels.y[rows],
                     len(self.y) + rows,
-                    structure[rows],
-                    factor[rows],
-                    component[rows],
-                    vector[rows],
-                    multiplicity[rows],
-                    numbers[vector[rows]] if KINDS[name].of_atoms else None,
+                    s,
+                    np.ones(len(rows)) if of_atoms else density[s],
+                    component,
+                    vector,
+                    MULTIPLICITY[n_components][component],
+                    self.numbers[vector] if of_atoms else None,
                 )
+            place = place - end
         return quantities
 
     def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
@@ -356,11 +356,10 @@ def take_census(
         raise InputError(
             "No structure has a label; at least 2 are needed to train on.", parameter="frames"
         )
-    for name in DERIVATIVES:
-        label_key = settings.keys.get(name)
-        if label_key is not None and name not in data.quantities and len(parts) > 1:
-            force_labels(list(frames[:SCANNED]), np.arange(0), settings.forces, settings.stress)
-            reject_without_energy(name, label_key)
+    if len(parts) > 1:
+        for name in {*settings.keys} - {*data.quantities}:
+            FINDERS[name](list(frames[:SCANNED]), settings.keys[name])  # names keys that exist
+            reject_without_energy(name, settings.keys[name])
     check_states(census.states, settings)
     copies, codes = join_groups(
         census.prints,
@@ -387,11 +386,14 @@ def _scan(
     frames = list(part.frames)
     if potential is None and settings.baseline_potential is not None:
         potential = _potential_of_worker(settings)
-    with numbered(part):
+    with warnings.catch_warnings(record=True) as caught, numbered(part):
         labels = group_labels(frames, group_key) if group_key else []
         census = read_labels(
             frames, settings, potential=potential, skip_failed=skip_failed, required=required
         )
+    for warning in caught:
+        text = part.named(str(warning.message))
+        warnings.warn_explicit(text, warning.category, warning.filename, warning.lineno)
     source = census.data.source
     return replace(
         census,
@@ -510,23 +512,27 @@ def read_labels(
         derivatives = force_labels(frames, scanned.frames, *keys, required=required)
         parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
         labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
-    hashes = data_hashes([frames[i] for i in scanned.frames], labels)
+    prints = fingerprints([frames[i] for i in scanned.frames])
+    hashes = data_hashes(prints, labels)
     if potential is not None:
         scanned, derivatives = _differences(
             frames, scanned, derivatives, potential, skip_failed=skip_failed, required=required
         )
     used = [frames[i] for i in scanned.frames]
     n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
+    has_potential = np.isin(totals.frames, scanned.frames)
     y, before = scanned.values, scanned.values
     if settings.kind == "extensive":
-        y = scanned.values / n_atoms
-        before = totals.values[np.isin(totals.frames, scanned.frames)] / n_atoms
+        y, before = scanned.values / n_atoms, totals.values[has_potential] / n_atoms
     if np.max(np.abs(y), initial=0.0) > _LARGEST:
         raise InputError(
             f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
             f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
             parameter="target",
         )
+    states: dict[State, int] = {}
+    for i in scanned.frames.tolist():
+        states.setdefault(state_of(frames[i], settings.keys.values()), i)
     none = np.empty(0, dtype=np.intp)
     data = TrainingSet(
         per_atom=settings.per_atom,
@@ -544,23 +550,15 @@ def read_labels(
     return Census(
         data=data,
         before=before,
-        prints=fingerprints(used),
+        prints=list(itertools.compress(prints, has_potential)),
         hashes=hashes,
         group_labels=[],
         n_unlabelled=scanned.n_unlabelled,
         n_isolated=scanned.n_isolated,
         isolated=scanned.isolated,
-        states=_first_of_each(frames, scanned.frames, settings),
+        states=states,
         n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
     )
-
-
-def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:
-    """Return the states of the structures with labels (n,), and the first with each."""
-    states: dict[State, int] = {}
-    for i in used.tolist():
-        states.setdefault(state_of(frames[i], settings.keys.values()), i)
-    return states
 
 
 def check_states(states: Mapping[State, int], settings: Settings) -> None:

@@ -25,12 +25,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import ase.units
 import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.census import TrainingSet
+from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.errors import QualmsWarning, counted
 from qualms.gp.ensemble import fit_rows
@@ -50,22 +50,8 @@ _INFORMATIVE, _IN_SIGMA, _ACCURATE = 0.4, 2.0, 0.9
 _OUTSIDE = 4.0
 #: Factors beyond which a warning is issued, if predictions are informative, or accurate.
 _LIMIT, _LIMIT_IF_ACCURATE = 3.0, 1.6
-#: How much larger than with eV and Å the numbers are in other units, and the tolerance.
-_UNITS = {
-    "forces": {
-        "kcal/mol/Å": ase.units.mol / ase.units.kcal,
-        "kJ/mol/Å": ase.units.mol / ase.units.kJ,
-        "meV/Å": 1e3,
-        "Hartree/Bohr": ase.units.Bohr / ase.units.Hartree,
-        "eV/Bohr": ase.units.Bohr,
-    },
-    "stress": {"GPa": 1 / ase.units.GPa, "kbar": 10 / ase.units.GPa},
-}
+#: Tolerance of the ratio of labels in other units.
 _NEAR = 1.35
-_CONVENTIONS = {
-    "forces": "Forces are −∂E/∂r in the units of the energy per Å.",
-    "stress": "A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the energy per Å³.",
-}
 #: Noise, relative to the labels, that leaves nothing to learn: 0.03 to 0.4 for correct labels of
 #: ten structures or more, and 1.3 to 3.2 for forces of the wrong sign or in other units.
 _NOISE = 1.2
@@ -134,7 +120,7 @@ def check_derivatives(
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
         return set()
     factors = _factors_by_forces(Phi, energies, data)
-    if {*data.quantities} > {"energy", *factors}:
+    if {*data.quantities} > {TARGET, *factors}:
         center = settings.linear_baseline != "none"
         factors = _factors_by_energies(Phi, energies, data, center=center) | factors
     wrong = {name for name, factor in factors.items() if not factor.is_one}
@@ -189,13 +175,13 @@ def _factors_by_energies(
         return {}
     factors = {}
     for name, quantity in data.quantities.items():
-        if name == "energy":
+        if name == TARGET:
             continue
         labels, predicted = quantity.y, np.asarray(Phi[quantity.rows] @ weights, dtype=np.float64)
-        if name == "stress":
+        if not KINDS[name].of_atoms:
             if len(np.unique(quantity.structure)) < _ENOUGH:
                 continue
-            # Energies at one volume do not determine the pressure there.
+            # Energies of one volume, say, do not determine the pressure there.
             component = np.asarray(quantity.component)
             labels, predicted = _centered(labels, component), _centered(predicted, component)
         factors[name] = factor_between(*equalized(labels, predicted, quantity.structure))
@@ -223,7 +209,7 @@ def check_noise(noise: Mapping[str, float], data: TrainingSet, settings: Setting
                 f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
                 "none of them. Check signs and units of all labels, or use more representatives or "
                 "structures. "
-                f"{_CONVENTIONS['forces']}",
+                f"{KINDS['forces'].convention}",
                 QualmsWarning,
                 stacklevel=2,
             )
@@ -279,11 +265,11 @@ def _warn_of_factor(name: str, key: str, factor: Factor) -> None:
     guess = ""
     if not 1 / _LIMIT_IF_ACCURATE < size < _LIMIT_IF_ACCURATE:
         differences.append(f"{size:.3g} times the size")
-        units = [u for u, f in _UNITS[name].items() if 1 / _NEAR < size / f < _NEAR]
+        units = [u for u, f in KINDS[name].other_units.items() if 1 / _NEAR < size / f < _NEAR]
         guess = f" (units of {' or '.join(units)}?)" if units else ""
     warnings.warn(
         f"{name}={key!r}: labels have {' and '.join(differences)} of the derivatives of the "
-        f"energies{guess}, correlation {factor.r:.2f}. {_CONVENTIONS[name]}",
+        f"energies{guess}, correlation {factor.r:.2f}. {KINDS[name].convention}",
         QualmsWarning,
         stacklevel=2,
     )

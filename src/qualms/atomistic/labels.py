@@ -509,3 +509,7 @@ def voigt(value: object, name: str) -> Float64Array:
             f"The stress {name} is a matrix that is not symmetric; stresses are.", parameter=name
         )
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)
+
+
+#: Functions that find labels of derivatives.
+FINDERS = {"forces": find_forces, "stress": find_stresses}

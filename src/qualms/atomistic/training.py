@@ -750,7 +750,8 @@ def collect_points(name: str, of: OutOfBagRows, centre: float, source: IntArray)
     quantity = of.quantity
     if of.full is not None:
         of = replace(of, full=replace(of.full, centre=centre))
-    points = _points(of) if not KINDS[name].is_derivative else _components(of)
+    n_components = KINDS[name].n_components
+    points = _components(of, n_components) if n_components > 1 else _points(of)
     assert points.rows is not None
     element = None
     if quantity.species is not None:
@@ -767,7 +768,7 @@ def _points(of: OutOfBagRows, y: Float64Array | None = None) -> CalibrationData:
     return calibration_data(y, of.members, of.absent, full=of.full, groups=of.groups)
 
 
-def _components(of: OutOfBagRows) -> CalibrationData:
+def _components(of: OutOfBagRows, n_components: int) -> CalibrationData:
     """Return points of components of forces or stresses, with the uncertainties of the vectors."""
     quantity, full = of.quantity, of.full
     some, factor = np.flatnonzero(asymmetric(of)), quantity.factor
@@ -790,7 +791,6 @@ def _components(of: OutOfBagRows) -> CalibrationData:
     if full is not None and points.posterior_std is not None:
         p = (_pooled(quantity, full.posterior_std) * factor)[used]
     assert quantity.multiplicity is not None
-    n_components = 6 if np.any(quantity.multiplicity > 1) else 3
     return replace(
         points,
         rows=used,
