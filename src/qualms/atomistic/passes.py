@@ -425,38 +425,31 @@ class PartSums:
 def sum_part(part: RowPart, task: RowTask) -> PartSums:
     """Compute the rows of a part, some structures at a time, and sum over them."""
     total: PartSums | None = None
-    data, n = part.data, len(part.data.source)
-    for first in range(0, n, task.chunk):
-        some = np.arange(first, min(first + task.chunk, n))
-        features = part.features
-        if features is not None:
-            features = features[data.offsets[some[0]] : data.offsets[some[-1] + 1]]
-        points = some
-        if task.draws_atoms:
-            points = np.arange(data.offsets[some[0]], data.offsets[some[-1] + 1])
-        chunk = RowPart(data.take(some), part.draw.take(points), part.kept[some], features)
-        of_chunk = _sum_chunk(chunk, task)
+    for first in range(0, len(part.data.source), task.chunk):
+        structures = np.arange(first, min(first + task.chunk, len(part.data.source)))
+        environments = ranges(part.data.offsets, structures)
+        data = part.data.take(structures)
+        draw = part.draw.take(environments if task.draws_atoms else structures)
+        features = None
+        if part.features is not None:
+            features = part.features[environments[0] : environments[-1] + 1]
+        Phi, diagonal, novelty = whitened_rows(data, features, task)
+        n, sums = len(data.y), {}
+        C = _columns(data, task.baseline, task.center)
+        is_kept = np.zeros(data.n_rows, dtype=bool)
+        for name, quantity in data.quantities.items():
+            points = quantity.rows if task.draws_atoms else quantity.structure
+            sums[name] = draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
+            is_kept[quantity.rows] = part.kept[structures[quantity.structure]]
+        kept = []
+        if is_kept.any():
+            of_target = is_kept[:n]
+            kept.append((Phi[:n][of_target], Phi[n:][is_kept[n:]], diagonal[of_target]))
+        del Phi  # before the next rows are computed
+        of_chunk = PartSums(sums, float(diagonal.sum()), [novelty], kept)
         total = of_chunk if total is None else total.add(of_chunk)
     assert total is not None, "parts are not empty"
     return total
-
-
-def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
-    data = part.data
-    Phi, diagonal, novelty = whitened_rows(part, task)
-    n, sums = len(data.y), {}
-    C = _columns(data, task.baseline, task.center)
-    for name, quantity in data.quantities.items():
-        points = quantity.rows if task.draws_atoms else quantity.structure
-        sums[name] = part.draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
-    kept = []
-    if part.kept.any():
-        is_kept = np.zeros(data.n_rows, dtype=bool)
-        for quantity in data.quantities.values():
-            is_kept[quantity.rows] = part.kept[quantity.structure]
-        of_target = is_kept[:n]
-        kept.append((Phi[:n][of_target], Phi[n:][is_kept[n:]], diagonal[of_target]))
-    return PartSums(sums, float(diagonal.sum()), [novelty], kept)
 
 
 def _columns(data: TrainingSet, baseline: Baseline, center: float) -> Float64Array:
@@ -473,8 +466,17 @@ def _columns(data: TrainingSet, baseline: Baseline, center: float) -> Float64Arr
     return columns
 
 
-def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Array, Float64Array]:
+def whitened_rows(
+    data: TrainingSet, features: FloatArray | None, task: RowTask
+) -> tuple[Float64Array, Float64Array, Float64Array]:
     """Compute the kernel rows of all quantities, not scaled by Eq. (17), and whiten them.
+
+    Parameters
+    ----------
+    data : TrainingSet
+    features : (n_environments, d) array or None
+        Of all environments, if they were kept.
+    task : RowTask
 
     Returns
     -------
@@ -485,7 +487,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         Largest and mean novelty of the environments of each structure, for numbers of
         representatives, those of the group of the structure left out.
     """
-    data, representation = part.data, task.representation
+    representation = task.representation
     X_M = task.representatives.features.astype(representation.basis_dtype, copy=False)
     basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
     same_group = _places_of_groups(task.representatives.groups, data.groups)
@@ -498,7 +500,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         data,
         n_processes=task.n_processes,
         count=task.count,
-        cached=part.features,
+        cached=features,
     )
     for block, offsets in blocks:
         here = slice(structure, structure + len(offsets) - 1)

@@ -853,37 +853,28 @@ def calibrate_quantities(
     """
     n = {"n_subsampled": settings.n_subsampled, "n_posterior": settings.n_drawn}
     target = out_of_bag[TARGET]
-    available = int(np.count_nonzero(target.used))
-    method = with_enough_points(settings.calibration, available)
+    n_available = len(np.unique(target.quantity.structure[target.used]))
+    method = with_enough_points(settings.calibration, int(np.count_nonzero(target.used)))
     points: dict[str, CalibrationData] = {}
     calibrations: dict[str, QuantityCalibration] = {}
     for name, of in out_of_bag.items():
-        if KINDS[name].is_derivative:
-            n_structures = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
-            n_available = len(np.unique(target.quantity.structure[target.used]))
-            if _too_few(name, n_structures, n_available, method):
-                continue
-            try:
-                points[name] = collect_points(name, of, centre, source)
-                calibrations[name] = calibrate_points(points[name], method, **n)
-            except CalibrationError as error:
-                points.pop(name, None)
-                if method != "none":
-                    warn(f"{name}: {error} The factor that calibrates energies is used.")
+        if name != TARGET and _too_few(name, of, n_available, method):
             continue
         try:
-            if is_constant:
-                raise _ConstantTargetError
+            if name == TARGET and is_constant:
+                raise CalibrationError("All targets are the same.")
             points[name] = collect_points(name, of, centre, source)
             if method == "auto":
                 method = fit_best(points[name], MODEL_METHODS).method
             calibrations[name] = calibrate_points(points[name], method, **n)
         except CalibrationError as error:
             points.pop(name, None)
-            if isinstance(error, _ConstantTargetError):
-                warn(
-                    "All targets are the same: there is nothing to learn, and the uncertainty is 0."
-                )
+            if name != TARGET:
+                if method != "none":
+                    warn(f"{name}: {error} The factor that calibrates energies is used.")
+                continue
+            if is_constant:
+                warn(f"{error} There is nothing to learn, and the uncertainty is 0.")
             elif method != "none" and not isinstance(error, ExactFitError):
                 remedy = "A model with `uncertainty='posterior'` needs no subsamples."
                 raise CalibrationError(f"{error} {remedy}") from None
@@ -895,15 +886,12 @@ def calibrate_quantities(
     return points, calibrations, method
 
 
-class _ConstantTargetError(CalibrationError):
-    """All targets are the same."""
-
-
-def _too_few(name: str, n: int, available: int, method: str) -> bool:
-    """Return whether n out-of-bag structures are too few for a calibration, with a warning."""
+def _too_few(name: str, of: OutOfBagRows, n_available: int, method: str) -> bool:
+    """Return whether a derivative has too few structures for a calibration, with a warning."""
+    n = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
     least = KINDS[name].least
-    too_few = n < min(least, available)
-    if method != "none" and n < min(10, available):
+    too_few = n < min(least, n_available)
+    if method != "none" and n < min(10, n_available):
         effect = "the calibration is poorly determined."
         if too_few:
             effect = f"{least} are needed to calibrate; the factor of energies is used."
