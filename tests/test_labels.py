@@ -518,6 +518,8 @@ def with_state(formula, *, pbc=False, **state):
     "frames",
     [
         [with_state("OH2"), with_state("OH2", charge=0), with_state("OH2", charge=0.0, uhf=0)],
+        [with_state("OH2", **{key: 1e-9}) for key in ("charge", "Charge", "total charge", "spin")],
+        [with_state("OH2"), *(with_state("OH2", **{key: 1}) for key in ("mult", "Multiplicity"))],
         [with_state("OH2", multiplicity=1), with_state("OH", multiplicity=2)],
         [with_state("OH2", spin=0), with_state("OH", spin=1), with_state("OH", spin=0.5)],
         [with_state("OH2", spin=1, charge=1), with_state("OH2", spin=1, charge="1")],
@@ -538,6 +540,10 @@ def test_states_that_are_the_same(frames):
         {"multiplicity": 3},
         {"uhf": 2},
         {"charge": "cation"},
+        {"Charge": 2},
+        {"total charge": 2},
+        {"mult": 3},
+        {"Multiplicity": 3},
         {"initial_magmoms": np.array([2.0, 0, 0])},
         {"initial_charges": np.array([1.0, 0, 0])},
     ],
@@ -646,13 +652,3 @@ def test_labels_of_copies_that_differ_are_named(molecules):
     named = [str(w.message) for w in found if "are the same" in str(w.message)]
     assert len(named) == 1
     assert named[0].startswith("Structures 3 and 33")
-
-
-@pytest.mark.parametrize("key", ["charge", "Charge", "total charge", "mult", "Multiplicity"])
-def test_charges_and_spins_in_any_spelling(key):
-    atoms = molecule("H2O")
-    default = 1 if key.lower().startswith("mult") else 0
-    atoms.info[key] = default + 1e-9
-    assert state_of(atoms) == ()
-    atoms.info[key] = default + 2
-    assert state_of(atoms) != ()

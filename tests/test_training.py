@@ -222,6 +222,10 @@ def test_same_seed_same_bytes(molecules, selection):
     same_predictions(first, again, molecules[120:125])
     drawn = [membership(molecules[:30], model) for model in (first, other)]
     assert not np.array_equal(*drawn)
+    # The number of representatives is not changed.
+    assert first.record.effective_rank == len(first.fitted.representatives) == 50
+    assert not first.record.size_curve
+    assert not first.record.size_limit
 
 
 def test_duplicates_and_groups_are_in_or_out_together(molecules):
@@ -406,13 +410,6 @@ def test_more_representatives_are_chosen_where_the_target_varies_fast(monkeypatc
     assert chosen == [sizes[0], sizes[-1]]
     model.save(tmp_path / "model")
     assert AtomisticModel.load(tmp_path / "model").record == model.record
-
-
-def test_a_given_number_of_representatives_is_not_changed(molecules):
-    model = make_model(n_representatives=40).fit(molecules[:30])
-    assert model.record.effective_rank == len(model.fitted.representatives) == 40
-    assert not model.record.size_curve
-    assert not model.record.size_limit
 
 
 def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):

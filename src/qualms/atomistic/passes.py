@@ -42,8 +42,6 @@ from qualms.gp.sparse_gp import Whitening, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.progress import Stages
 
-#: Share of the training structures that would not count as extrapolation if they were new.
-_NOT_NOVEL = 0.99
 #: Streams of random numbers: the sample that a compression is fitted to, the selection of
 #: representatives, and the rows that are kept.
 _SAMPLE_STREAM, _SELECTION_STREAM, _KEPT_STREAM = 1, 3, 8
@@ -52,8 +50,6 @@ PART = 4e8
 #: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
 #: it: sending the sums takes much less time than computing them.
 ROWS, _LARGE, CHUNK = 16_384, 5000, 4096
-#: Features are float32, or with forces float64: see `qualms.gp.sparse_gp.whiten`.
-_RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: The smallest number of representatives that is chosen, and of a nested model: with fewer, hardly
 #: any time is saved.
 SMALLEST = 250
@@ -333,7 +329,7 @@ def whitened_points(
     environments = environments.take(np.lexsort(environments.origins.T[::-1]))
     with stages.stage("Whitening"):
         exact = environments.features.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
+        rtol = 1e-10 if settings.learns_forces else 1e-6  # features are float32 without forces
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
     return environments.take(whitening.pivots), whitening
 
@@ -673,7 +669,8 @@ def _scaled(
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
     sums = BlockSums.of(total.sums, draw.n_blocks)
     sums.scale(math.sqrt(scale))
-    novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
+    # 99 % of the training structures would not count as extrapolation if they were new.
+    novelty = np.quantile(np.concatenate(total.novelty), 0.99, axis=0)
     return Rows(
         representatives=representatives,
         whitening=replace(whitening, factor=whitening.factor * math.sqrt(scale)),

@@ -39,10 +39,6 @@ from qualms.features.soap import choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
-#: Posterior members: p has a sampling error of 9 %, or of 18 % if the model has forces.
-_N_POSTERIOR, _N_POSTERIOR_OF_FORCES = 64, 16
-#: Share of the memory of the machine that is used if no limit is given.
-_SHARE = 0.75
 #: Methods of calibration, the default first.
 _CALIBRATIONS = (*reversed(MODEL_METHODS), "auto")
 
@@ -366,8 +362,9 @@ class Settings(BaseModel):
         """Number of members that are drawn from the posterior of the full model."""
         if self.uncertainty == "subsampling":
             return 0
-        default = _N_POSTERIOR_OF_FORCES if self.has_forces else _N_POSTERIOR
-        return default if self.n_posterior is None else self.n_posterior
+        if self.n_posterior is not None:
+            return self.n_posterior
+        return 16 if self.has_forces else 64  # p has a sampling error of 18 %, or 9 %
 
     @property
     def learns_forces(self) -> bool:
@@ -393,11 +390,8 @@ class Settings(BaseModel):
 
     def noise_units_of(self, quantity: str) -> str:
         """Return the units of the rows of a quantity, and of its noise."""
-        return (
-            self._per(KINDS[quantity].noise_per)
-            if KINDS[quantity].noise_per
-            else (self.units_of(quantity))
-        )
+        noise_per = KINDS[quantity].noise_per
+        return self._per(noise_per) if noise_per else self.units_of(quantity)
 
     def _per(self, what: str) -> str:
         return f"{self.units}/{what}" if self.units else f"per {what}"
@@ -600,14 +594,13 @@ def with_representation(
     periodic : bool
         Whether most structures are periodic.
     """
-    chosen = ""
-    if isinstance(settings.representation, dict):
+    features, chosen = settings.representation, ""
+    if isinstance(features, dict):
         name, reason = choose_preset(species, settings.kind, periodic=periodic)
-        soap = make_soap({**settings.representation, "preset": name})
+        features = make_soap({**features, "preset": name})
         chosen = f"{name} (chosen for {reason})"
-        settings = settings.model_copy(update={"representation": soap})
-    features = settings.features.resolved(species)
-    return _with_forces(settings.model_copy(update={"representation": features})), chosen
+    update = {"representation": features.resolved(species)}
+    return _with_forces(settings.model_copy(update=update)), chosen
 
 
 def _with_forces(settings: Settings) -> Settings:
@@ -680,7 +673,7 @@ def parameter_list() -> str:
 def parse_memory(memory: str | float | None) -> float:
     """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
     if memory is None:
-        return _SHARE * float(psutil.virtual_memory().total)
+        return 0.75 * float(psutil.virtual_memory().total)
     size: object = memory
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", memory.lower())

@@ -118,11 +118,9 @@ def split_range(path: str | os.PathLike[str]) -> tuple[Path, slice]:
     if "@" not in file.name or file.exists():
         return file, slice(None)
     name, _, text = str(file).rpartition("@")
-    bounds = (
-        [int(bound) if bound else None for bound in text.split(":")]
-        if (_RANGE.fullmatch(text))
-        else []
-    )
+    bounds: list[int | None] = []
+    if _RANGE.fullmatch(text):
+        bounds = [int(bound) if bound else None for bound in text.split(":")]
     if not bounds or bounds[2:] == [0]:
         raise InputError(
             f"There is no file '{file}', and {text!r} is not a range of structures, such as :50, "

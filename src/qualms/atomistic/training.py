@@ -128,13 +128,13 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 def fit(
     frames: Sequence[Atoms],
     settings: Settings,
-    groups: Sequence[object] | str | None = None,
+    groups: Sequence[object] | str | None,
     *,
-    workers: Workers | None = None,
-    threads: int = 1,
-    stages: Stages | None = None,
-    potential: BaselinePotential | None = None,
-    skip_failed: bool = False,
+    workers: Workers,
+    threads: int,
+    stages: Stages,
+    potential: BaselinePotential | None,
+    skip_failed: bool,
 ) -> Fitted:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
 
@@ -143,21 +143,20 @@ def fit(
     frames : sequence of Atoms
         In memory, or in files that are read part by part.
     settings : Settings
-    groups : sequence or str, optional
+    groups : sequence or str or None
         Labels of structures that are in or out of a subsample together, or their key in
         ``atoms.info``.
-    workers : Workers, optional
-        Compute parts; by default this process.
+    workers : Workers
+        Compute parts.
     threads : int
         Cores of this process.
-    stages : Stages, optional
+    stages : Stages
         Shows the progress.
-    potential : BaselinePotential, optional
+    potential : BaselinePotential or None
         The model learns the differences of the labels from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
     """
-    stages, workers = stages or Stages(), workers or Workers(threads=threads)
     workers.check(frames.paths if isinstance(frames, FrameFiles) else ())
     with limited(threads):
         census = take_census(
