@@ -383,24 +383,14 @@ def _scan(
     potential: BaselinePotential | None,
 ) -> Census:
     """Take the census of a part, as a task; there must be labels if they are required."""
-    frames = list(part.frames)
     if potential is None and settings.baseline_potential is not None:
         potential = _potential_of_worker(settings)
     with warnings.catch_warnings(record=True) as caught, numbered(part):
-        labels = group_labels(frames, group_key) if group_key else []
-        census = read_labels(
-            frames, settings, potential=potential, skip_failed=skip_failed, required=required
-        )
+        census = read_labels(part, settings, group_key, potential, skip_failed, required)
     for warning in caught:
         text = part.named(str(warning.message))
         warnings.warn_explicit(text, warning.category, warning.filename, warning.lineno)
-    source = census.data.source
-    return replace(
-        census,
-        data=replace(census.data, source=part.numbers[source], frames=()),
-        group_labels=[labels[i] for i in source] if group_key else [],
-        states={state: int(part.numbers[i]) for state, i in census.states.items()},
-    )
+    return census
 
 
 _POTENTIALS: dict[str, BaselinePotential] = {}
@@ -479,26 +469,30 @@ def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
 
 
 def read_labels(
-    frames: Sequence[Atoms],
+    part: Part,
     settings: Settings,
-    *,
-    potential: BaselinePotential | None = None,
-    skip_failed: bool = False,
-    required: bool = True,
+    group_key: str | None,
+    potential: BaselinePotential | None,
+    skip_failed: bool,
+    required: bool,
 ) -> Census:
     """Find labels, and check the structures that have some.
 
     Parameters
     ----------
-    frames : sequence of Atoms
+    part : Part
     settings : Settings
-    potential : BaselinePotential, optional
+    group_key : str or None
+        Key of the labels of groups in ``atoms.info``.
+    potential : BaselinePotential or None
         Labels are differences from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
     required : bool
         Whether there must be a label of each quantity; a part of the structures may have none.
     """
+    frames = list(part.frames)
+    groups = group_labels(frames, group_key) if group_key else []
     scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
     for i in scanned.frames.tolist():
         check_structures([frames[i]], first=i)
@@ -532,12 +526,12 @@ def read_labels(
         )
     states: dict[State, int] = {}
     for i in scanned.frames.tolist():
-        states.setdefault(state_of(frames[i], settings.keys.values()), i)
+        states.setdefault(state_of(frames[i], settings.keys.values()), int(part.numbers[i]))
     none = np.empty(0, dtype=np.intp)
     data = TrainingSet(
         per_atom=settings.per_atom,
-        frames=used,
-        source=scanned.frames,
+        frames=(),
+        source=part.numbers[scanned.frames],
         sizes=n_atoms,
         numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
         volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
@@ -552,7 +546,7 @@ def read_labels(
         before=before,
         prints=list(itertools.compress(prints, has_potential)),
         hashes=hashes,
-        group_labels=[],
+        group_labels=[groups[i] for i in scanned.frames] if group_key else [],
         n_unlabelled=scanned.n_unlabelled,
         n_isolated=scanned.n_isolated,
         isolated=scanned.isolated,
