@@ -241,7 +241,10 @@ class TrainedOnce:
         isolated = self.problem.census.isolated
         data, draw, baseline = draw_members(settings, self.problem.data, isolated)
         problem = replace(self.problem, settings=settings, data=data, draw=draw, baseline=baseline)
-        rows = self.rows.with_draw(draw)
+        points = self.rows.sample.quantities[TARGET].structure  # of free draws, all rows are kept
+        if problem.draws_atoms:
+            points = np.arange(len(points))
+        rows = replace(self.rows, kept=replace(self.rows.kept, draw=draw.take(points)))
         ensemble = fit_ensemble(rows, self.full, problem, self.stages)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
         of_paper = replace(problem, settings=problem.settings.model_copy(update=paper))

@@ -38,7 +38,6 @@ from qualms.atomistic.structures import (
     FrameFiles,
     Part,
     State,
-    check_not_single,
     check_structures,
     data_digest,
     data_hashes,
@@ -424,7 +423,6 @@ def _once() -> Iterator[None]:
 
 def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
     """Reject no structures, and groups that are none; a key of groups is not checked here."""
-    check_not_single(frames)
     if not len(frames):
         raise InputError(
             "There are no structures; at least 2 with a label are needed.", parameter="frames"

@@ -21,7 +21,6 @@ structure are scaled down to it, both by the same factor, and medians measure ho
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,7 +31,7 @@ from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.census import TrainingSet
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.errors import QualmsWarning, counted
+from qualms.errors import counted, warn
 from qualms.gp.ensemble import fit_rows
 from qualms.gp.noise import group_means
 
@@ -204,14 +203,11 @@ def check_noise(noise: Mapping[str, float], data: TrainingSet, settings: Setting
         square = float(np.mean(data.quantities[name].y ** 2))
         if 0 < _NOISE**2 * square < variance:
             units = settings.noise_units_of(name)
-            warnings.warn(
+            warn(
                 f"{name}={settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
                 f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
                 "none of them. Check signs and units of all labels, or use more representatives or "
-                "structures. "
-                f"{KINDS['forces'].convention}",
-                QualmsWarning,
-                stacklevel=2,
+                f"structures. {KINDS[name].convention}"
             )
 
 
@@ -267,11 +263,9 @@ def _warn_of_factor(name: str, key: str, factor: Factor) -> None:
         differences.append(f"{size:.3g} times the size")
         units = [u for u, f in KINDS[name].other_units.items() if 1 / _NEAR < size / f < _NEAR]
         guess = f" (units of {' or '.join(units)}?)" if units else ""
-    warnings.warn(
+    warn(
         f"{name}={key!r}: labels have {' and '.join(differences)} of the derivatives of the "
-        f"energies{guess}, correlation {factor.r:.2f}. {KINDS[name].convention}",
-        QualmsWarning,
-        stacklevel=2,
+        f"energies{guess}, correlation {factor.r:.2f}. {KINDS[name].convention}"
     )
 
 
@@ -341,11 +335,9 @@ def check_copies(
         low, high = rows[np.argmin(y[rows])], rows[np.argmax(y[rows])]
         if y[high] - y[low] > max(typical, _TINY):
             i, j = sorted(int(source[k]) for k in (low, high))
-            warnings.warn(
+            warn(
                 f"Structures {i} and {j} are the same, but their labels are not: {y[low]:.6g} and "
-                f"{y[high]:.6g} (per atom, without baseline potential). Check both.",
-                QualmsWarning,
-                stacklevel=2,
+                f"{y[high]:.6g} (per atom, without baseline potential). Check both."
             )
             return
 
@@ -365,9 +357,7 @@ def warn_of_outliers(name: str, outliers: IntArray, source: IntArray) -> None:
         return
     listed = ", ".join(f"frames[{source[s]}]" for s in outliers[:_LISTED])
     more = f" and {len(outliers) - _LISTED} more" if len(outliers) > _LISTED else ""
-    warnings.warn(
+    warn(
         f"{name}: possible label errors in {counted(len(outliers), 'structure')} ({listed}{more}): "
-        "labels are far from out-of-bag predictions. Check values and units.",
-        QualmsWarning,
-        stacklevel=2,
+        "labels are far from out-of-bag predictions. Check values and units."
     )

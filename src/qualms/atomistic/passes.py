@@ -347,7 +347,6 @@ class Rows:
     sums: BlockSums
     kept: KeptRows
     sample: TrainingSet  #: structures whose rows are kept
-    of_points: IntArray  #: (N,): structure, or atom, among all that are drawn, of each kept row
     center: float  #: mean of the target less the baseline
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
     #: largest and mean novelty of the environments of a structure that few structures exceed, for
@@ -365,10 +364,6 @@ class Rows:
             sums=self.sums.leading(r),
             kept=self.kept.leading(r),
         )
-
-    def with_draw(self, draw: Draw) -> Rows:
-        """Return a copy with other members."""
-        return replace(self, kept=replace(self.kept, draw=draw.take(self.of_points)))
 
 
 @dataclass(frozen=True)
@@ -678,7 +673,6 @@ def _scaled(
         sums=sums,
         kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),
         sample=sample,
-        of_points=of_points,
         center=center,
         k_xx=np.concatenate(diagonals) * scale,
         novelty={m: (float(a), float(b)) for m, (a, b) in zip(sizes, novelty, strict=True)},
