@@ -465,11 +465,12 @@ def test_outliers_are_found_worst_first():
     rng = np.random.default_rng(0)
     predicted, structure = rng.normal(size=n * per), np.repeat(np.arange(n), per)
     y, std = predicted + 0.1 * rng.normal(size=n * per), np.full(n * per, 0.1)
-    assert not len(find_outliers(y, y - predicted, std, structure))
+    alone = np.arange(n)  # no duplicates
+    assert not len(find_outliers(y, y - predicted, std, structure, alone))
     y[structure == 7] *= 200
     y[20 * 6] += 5000.0  # a single component
-    assert find_outliers(y, y - predicted, std, structure).tolist() == [20, 7]
-    assert find_outliers(y, y - predicted, 1e3 * std, structure).tolist() == [20, 7]
+    assert find_outliers(y, y - predicted, std, structure, alone).tolist() == [20, 7]
+    assert find_outliers(y, y - predicted, 1e3 * std, structure, alone).tolist() == [20, 7]
 
 
 def test_duplicates_of_one_structure_are_no_scale_of_errors(molecules):

@@ -274,7 +274,7 @@ def find_outliers(
     residuals: Float64Array,
     std: Float64Array,
     structure: IntArray,
-    copies: IntArray | None = None,
+    copies: IntArray,
 ) -> IntArray:
     """Return structures whose labels are far from their out-of-bag predictions, the worst first.
 
@@ -289,11 +289,11 @@ def find_outliers(
     residuals, std : (n,) arrays
         Out-of-bag residuals and standard deviations.
     structure : (n,) array of int
-    copies : array of int, optional
+    copies : array of int
         A number for each structure, the same for duplicates.
     """
     codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
-    kinds = np.unique(codes if copies is None else copies[codes], return_inverse=True)[1]
+    kinds = np.unique(copies[codes], return_inverse=True)[1]
     if kinds.max(initial=0) + 1 < _ENOUGH:
         return codes[:0]
 

@@ -143,16 +143,7 @@ def as_potential(value: Any) -> PotentialSettings | None:
     try:
         return PotentialSettings.model_validate(dict(value))
     except ValidationError as error:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, InputError):
-            raise cause from None
-        name, fields = ".".join(map(str, first["loc"])), [*PotentialSettings.model_fields]
-        problem = f"The entry {name!r} of the baseline {value!r} is wrong: {first['msg']}."
-        if first["type"] == "extra_forbidden":
-            problem = f"A reference potential has no entry {name!r}, only {', '.join(fields)}."
-            problem += did_you_mean(name, fields)
-        raise InputError(problem, parameter="baseline") from None
+        raise _first_problem(error, PotentialSettings, "baseline") from None
 
 
 def _by_number(value: Any) -> Any:
@@ -488,7 +479,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     try:
         settings = Settings.model_validate(dict(values))
     except ValidationError as error:
-        raise _first_problem(error) from None
+        raise _first_problem(error, Settings) from None
     if isinstance(settings.representation, Backbone):  # given by a user, and not by a file
         trusted = settings.representation.trusting()
         settings = settings.model_copy(update={"representation": trusted})
@@ -615,17 +606,22 @@ def _with_forces(settings: Settings) -> Settings:
 _PYDANTIC = re.compile(r"^Value error, |^Input should be |\bvalid |, unable to .*")
 
 
-def _first_problem(error: ValidationError) -> InputError:
+def _first_problem(
+    error: ValidationError, kind: type[BaseModel], parameter: str = ""
+) -> InputError:
+    """Return an error about the first field that is wrong, of a class, and its parameter."""
     problems = error.errors()
     problem = problems[0]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    what = f"entry of `{parameter}`" if parameter else "parameter"
+    parameter = parameter or name
     if problem["type"] == "extra_forbidden":
-        parameters = [*Settings.model_fields]
+        parameters = [*kind.model_fields]
         similar = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
-        return InputError(f"There is no parameter {name!r}.{similar}", parameter=name)
+        return InputError(f"There is no {what} {name!r}.{similar}", parameter=parameter)
     # A value that may be of several types has a problem with each of them.
     expected = [
         _PYDANTIC.sub("", other["msg"])
@@ -633,7 +629,7 @@ def _first_problem(error: ValidationError) -> InputError:
         if other["loc"][:1] == problem["loc"][:1]
     ]
     if problem["type"] == "missing":
-        return InputError(f"`{name}` is missing; it is required.", parameter=name)
+        return InputError(f"`{name}` is missing; it is required.", parameter=parameter)
     for words, better in (("String should have", "a string of"), ("a integer", "an integer")):
         expected = [text.replace(words, better) for text in expected]
     choices = re.findall(r"'([^']*)'", " ".join(expected))
@@ -641,7 +637,7 @@ def _first_problem(error: ValidationError) -> InputError:
     return InputError(
         f"`{name}` cannot be {value!r}; it must be {', or '.join(dict.fromkeys(expected))}."
         f"{did_you_mean(value, choices) if isinstance(value, str) else ''}",
-        parameter=name,
+        parameter=parameter,
     )
 
 
