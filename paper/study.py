@@ -219,55 +219,57 @@ class TrainedOnce:
         census = take_census(train, settings, stages=self.stages)
         self.problem = resolve(settings, census, workers, threads)
         self.settings = self.problem.settings
-        self.problem, draw, baseline = draw_members(self.problem)
         self.representation = fit_features(self.problem, self.stages)
-        representatives, cache = pick_representatives(
+        representatives, whitening, cache = pick_representatives(
             self.problem, self.representation, workers, self.stages
         )
-        rows = sum_rows(
+        self.rows = sum_rows(
             self.problem,
             self.representation,
             representatives,
-            draw,
-            baseline,
+            whitening,
             cache,
             workers,
             self.stages,
         )
-        self.model = fit_sparse_model(rows, self.problem, self.stages)
+        self.full = fit_sparse_model(self.rows, self.problem, self.stages)
 
     def ensemble(self, subsample: float, *, with_replacement: bool = False) -> Subsampled:
         """Draw and solve the members of one subsample size, and calibrate them out of bag."""
         update = {"subsample": subsample, "replace": with_replacement}
         settings = self.settings.model_copy(update=update)
-        problem = replace(self.problem, settings=settings)
-        problem, draw, baseline = draw_members(problem)
-        model = replace(self.model, rows=self.model.rows.with_draw(draw))
-        ensemble = fit_ensemble(model, problem, baseline, self.stages)
+        isolated = self.problem.census.isolated
+        data, draw, baseline = draw_members(settings, self.problem.data, isolated)
+        problem = replace(self.problem, settings=settings, data=data, draw=draw, baseline=baseline)
+        points = self.rows.sample.quantities[TARGET].structure  # of free draws, all rows are kept
+        if problem.draws_atoms:
+            points = np.arange(len(points))
+        rows = replace(self.rows, kept=replace(self.rows.kept, draw=draw.take(points)))
+        ensemble = fit_ensemble(rows, self.full, problem, self.stages)
         paper = {"uncertainty": "subsampling", "centre": "members", "calibration": "student"}
         of_paper = replace(problem, settings=problem.settings.model_copy(update=paper))
         fitted, blend = (
-            calibrate(ensemble, some, self.representation, self.stages)
+            calibrate(ensemble, some, self.representation, {}, self.stages)
             for some in (of_paper, problem)
         )
-        absent = ensemble.model.rows.kept.draw.counts == 0
+        absent = ensemble.rows.kept.draw.counts == 0
         return Subsampled(fitted, blend, ensemble.members[TARGET], absent)
 
     def leave_one_out_residuals(self) -> Float64Array:
         """Return the residuals (N,) of the full model without each point, or without its group."""
-        return left_out_errors(self.model, TARGET, np.inf)[0]
+        return left_out_errors(self.rows, self.full, TARGET, np.inf)[0]
 
     @property
     def n_groups(self) -> int:
         """Number of points, or groups of them, that are drawn."""
-        return len(np.unique(self.model.rows.kept.groups))
+        return len(np.unique(self.rows.kept.groups))
 
     def points(self, frames: Sequence[Atoms], name: str) -> Points:
         """Compute the kernel rows of the labelled points of further structures."""
-        data, rows = take_census(frames, self.settings).data, self.model.rows
+        data, rows = take_census(frames, self.settings).data, self.rows
         representation = self.representation.exact()
         check_species(data.frames, representation.species)
-        X = rows.representatives.environments.features
+        X = rows.representatives.features
         basis = Basis(representation.kernel, X, rows.scale, data.per_atom)
         K, k_xx = [], []
         structures = data.environments_of_frames
@@ -374,8 +376,8 @@ def run_seed(
         n_validation=len(validation.y),
         n_test=len(test.y),
         n_environments=once.problem.data.n_environments,
-        n_representatives=len(once.model.rows.representatives),
-        noise=float(once.model.full.noise[TARGET] ** 0.5),
+        n_representatives=len(once.rows.representatives),
+        noise=float(once.full.noise[TARGET] ** 0.5),
         seconds=stages.seconds,
         wall=time.perf_counter() - started,
         memory=float(peak * (1 if sys.platform == "darwin" else 1024)),

@@ -117,20 +117,18 @@ def problem_of(frames, settings, groups=None):
 
 def membership(frames, model, groups=None):
     """How often each row of the target is in each member: (N, S), in the order of the frames."""
-    problem, draw, _ = training.draw_members(problem_of(frames, model.settings, groups))
-    structure = problem.data.quantities["energy"].structure
+    problem = problem_of(frames, model.settings, groups)
+    structure, counts = problem.data.quantities["energy"].structure, problem.draw.counts
     order = np.argsort(problem.data.source[structure], kind="stable")
-    return draw.counts[problem.rows][order]
+    return (counts if problem.draws_atoms else counts[structure])[order]
 
 
 def rows_of(problem):
-    """Kernel rows of a problem, and its baseline."""
+    """Kernel rows of a problem."""
     workers, stages = Workers(), Stages()
-    problem, draw, baseline = training.draw_members(problem)
     features = passes.fit_features(problem, stages)
-    representatives, cache = passes.pick_representatives(problem, features, workers, stages)
-    options = cache, workers, stages
-    return passes.sum_rows(problem, features, representatives, draw, baseline, *options), baseline
+    selected = passes.pick_representatives(problem, features, workers, stages)
+    return passes.sum_rows(problem, features, *selected, workers, stages)
 
 
 def set_constant(monkeypatch, name, value):

@@ -30,9 +30,9 @@ def members_of(rng, n, n_members, *, bootstrap=False):
     return draw_members(n, n_members, 0.5, rng, replace=bootstrap)
 
 
-def fit(baseline, X, y, counts=None, *, kind="extensive", isolated=None):
+def fit(baseline, X, y, counts, *, kind="extensive", isolated=None):
     species = [1, 6, 7, 8, 9, 14][: X.shape[1]]
-    how = {"species": species, "kind": kind, "isolated": isolated}
+    how = {"species": species, "kind": kind, "isolated": isolated or {}}
     return fit_baseline(baseline, X, y, counts=counts, **how)
 
 
@@ -95,7 +95,8 @@ def test_energies_of_isolated_atoms():
 )
 def test_energies_that_are_missing_or_make_no_sense(baseline, isolated, kind):
     with rejects("baseline"):
-        fit(baseline, np.array([[0.5, 0.5], [0.8, 0.2]]), np.ones(2), isolated=isolated, kind=kind)
+        X, counts = np.array([[0.5, 0.5], [0.8, 0.2]]), np.ones((2, 0), int)
+        fit(baseline, X, np.ones(2), counts, isolated=isolated, kind=kind)
 
 
 def test_designs():

@@ -279,7 +279,7 @@ def test_values_are_computed_once(rich):
 def test_no_more_is_remembered_than_is_allowed(rich, monkeypatch):
     monkeypatch.setattr(delta, "REMEMBERED", 60)
     settings = make_settings({"target": "energy", "baseline": FAILING})
-    potential = make_baseline_potential(settings, confirmed=settings.reference)
+    potential = make_baseline_potential(settings, confirmed=settings.baseline_potential)
     Failing.n_calls = 0
     # An energy, twelve forces and six stresses of each structure: those of four are forgotten.
     for first, last, n_calls in ((4, 7, 3), (4, 7, 3), (12, 16, 7), (12, 16, 11)):

@@ -526,9 +526,9 @@ def test_a_structure_is_left_out_with_its_energy_forces_and_virial(alloys):
     frames = [atoms.repeat((2, 1, 1)) if i == 1 else atoms for i, atoms in enumerate(alloys[:6])]
     frames[1].info["energy"] = 2 * alloys[1].info["energy"]
     problem = problem_of(frames, settings)
-    rows, _ = rows_of(problem)
-    gp = training.fit_sparse_model(rows, problem, Stages())
-    full, data = gp.full, rows.sample
+    rows = rows_of(problem)
+    full, data = training.fit_sparse_model(rows, problem, Stages()), rows.sample
+    scale = full.scale[0]
     structure = np.empty(data.n_rows, dtype=int)
     for quantity in data.quantities.values():
         structure[quantity.rows] = quantity.structure
@@ -536,20 +536,20 @@ def test_a_structure_is_left_out_with_its_energy_forces_and_virial(alloys):
         full.process, rows.kept.Phi, full.y, sample_weight=full.weight, groups=structure
     )
     Phi, y, r = rows.kept.Phi, rows.kept.y[:, 0], len(rows.representatives)
-    np.testing.assert_allclose(full.y[:, 0] * gp.scale, y)
+    np.testing.assert_allclose(full.y[:, 0] * scale, y)
     variances = np.empty(data.n_rows)  # of the noise of each row
     for name, quantity in data.quantities.items():
         variances[quantity.rows] = full.noise[name]
     assert {*full.noise} == {"energy", "forces", "stress"}
     for s in range(6):
         kept, out = structure != s, structure == s
-        A = (Phi[kept].T / variances[kept]) @ Phi[kept] + np.eye(r) / gp.scale**2
+        A = (Phi[kept].T / variances[kept]) @ Phi[kept] + np.eye(r) / scale**2
         w = np.linalg.solve(A, Phi[kept].T @ (y[kept] / variances[kept]))
         p2 = np.einsum("ij,ji->i", Phi[out], np.linalg.solve(A, Phi[out].T))
         expected = y[out] - Phi[out] @ w
-        z = found.residuals[out, 0] * gp.scale
+        z = found.residuals[out, 0] * scale
         np.testing.assert_allclose(z, expected, rtol=1e-6, atol=1e-9)
-        p = np.sqrt(found.variance[out]) * gp.scale
+        p = np.sqrt(found.variance[out]) * scale
         np.testing.assert_allclose(p, np.sqrt(p2), rtol=1e-6)
 
 

@@ -222,6 +222,10 @@ def test_same_seed_same_bytes(molecules, selection):
     same_predictions(first, again, molecules[120:125])
     drawn = [membership(molecules[:30], model) for model in (first, other)]
     assert not np.array_equal(*drawn)
+    # The number of representatives is not changed.
+    assert first.record.effective_rank == len(first.fitted.representatives) == 50
+    assert not first.record.size_curve
+    assert not first.record.size_limit
 
 
 def test_duplicates_and_groups_are_in_or_out_together(molecules):
@@ -369,28 +373,23 @@ def test_models_with_the_first_representatives_are_nested(monkeypatch):
     given = {"target": "energy", "forces": "force", "stress": "virtual", "representation": SMOOTH}
     settings = make_settings(given | {"n_representatives": "auto"})
     problem = problem_of(labelled_alloys(12), settings)
-    rows, baseline = rows_of(problem)
+    rows = rows_of(problem)
     sizes = [r for r in rows.novelty if r < len(rows.representatives)]
     assert len(sizes) == 2
     workers, stages = Workers(), Stages()
-    problem, draw, _ = training.draw_members(problem)
     for r in sizes:
         # The same representatives, whitened anew.
         features = passes.fit_features(problem, stages)
-        some = rows.representatives.environments.take(np.arange(r))
+        some = rows.representatives.take(np.arange(r))
         X = some.features.astype(np.float64)
         factor = np.linalg.cholesky(features.kernel(X, X))
-        first = passes.Representatives(some, Whitening(np.arange(r), factor))
+        whitening = Whitening(np.arange(r), factor)
         alone = replace(problem, size_limit="")
-        explicit = passes.sum_rows(alone, features, first, draw, baseline, [], workers, stages)
+        explicit = passes.sum_rows(alone, features, some, whitening, [], workers, stages)
         nested = rows.leading(r)
         size = np.abs(explicit.kept.Phi).max()
         np.testing.assert_allclose(nested.kept.Phi, explicit.kept.Phi, atol=1e-5 * size)
-        np.testing.assert_allclose(
-            nested.representatives.whitening.factor,
-            explicit.representatives.whitening.factor,
-            atol=1e-7,
-        )
+        np.testing.assert_allclose(nested.whitening.factor, explicit.whitening.factor, atol=1e-7)
         np.testing.assert_allclose(nested.novelty[r], explicit.novelty[r], atol=1e-6)
         for name in given.keys() & {"energy", "forces", "stress"}:
             one, two = (rows_.sums.total(name).gram for rows_ in (nested, explicit))
@@ -413,18 +412,11 @@ def test_more_representatives_are_chosen_where_the_target_varies_fast(monkeypatc
     assert AtomisticModel.load(tmp_path / "model").record == model.record
 
 
-def test_a_given_number_of_representatives_is_not_changed(molecules):
-    model = make_model(n_representatives=40).fit(molecules[:30])
-    assert model.record.effective_rank == len(model.fitted.representatives) == 40
-    assert not model.record.size_curve
-    assert not model.record.size_limit
-
-
 def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, monkeypatch):
     def chosen(n=None, **given):
         settings = make_settings({"target": ENERGY, **given})
         problem = problem_of(molecules[:n], settings)
-        return problem.settings.n_selected, problem.size_limit
+        return problem.n_representatives, problem.size_limit
 
     assert chosen() == (5 * len(molecules), "the number of labels")
     set_constant(monkeypatch, "PER_LABEL", 1000)
@@ -434,8 +426,7 @@ def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, m
     assert limits[0][1] == "effort"
     data = take_census(molecules, make_settings({"target": ENERGY})).data
     settings = make_settings({"target": ENERGY, "representation": "organic"})
-    fixed = settings.model_copy(update={"n_representatives": 500})
-    memory = training.memory_needed(fixed, data).together
+    memory = training.memory_needed(settings, data, 500).together
     size, limit = chosen(effort="default", memory=memory)
     assert 250 <= size < limits[1][0]
     assert limit == "the memory"
@@ -454,7 +445,7 @@ def test_a_memory_limit_makes_it_recompute(molecules, caplog):
         {"target": ENERGY, "representation": "organic", "n_representatives": 20}
     )
     cached, again = (
-        training.memory_needed(settings, many, cached=c).together for c in (True, False)
+        training.memory_needed(settings, many, 20, cached=c).together for c in (True, False)
     )
     assert again < 0.5 * cached
     census = replace(take_census(molecules, settings), data=many)
@@ -511,7 +502,7 @@ def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
         atoms.info["cheap"] = 0.9 * atoms.info[ENERGY]
     model = make_model(baseline={"key": "cheap"})
     monkeypatch.setattr(training, "memory_needed", lambda *_, **options: needs(options))
-    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.reference))
+    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.baseline_potential))
 
     def needs(options):
         size = 1e15 if options.get("cached") else 1e8

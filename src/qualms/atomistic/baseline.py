@@ -100,8 +100,8 @@ def fit_baseline(
     *,
     species: Sequence[int],
     kind: str,
-    counts: IntArray | None = None,
-    isolated: Mapping[int, float] | None = None,
+    counts: IntArray,
+    isolated: Mapping[int, float],
 ) -> Baseline:
     """Fit a baseline to all rows, and to those of each member.
 
@@ -117,9 +117,9 @@ def fit_baseline(
     species : sequence of S int
         Atomic numbers of the columns.
     kind : {"extensive", "intensive", "atomic"}
-    counts : (n, N_R) array of int, optional
-        How often each row is in each member; no members if not given.
-    isolated : mapping from int to float, optional
+    counts : (n, N_R) array of int
+        How often each row is in each member.
+    isolated : mapping from int to float
         The target of isolated atoms, as found in the data, by atomic number.
 
     Notes
@@ -128,12 +128,10 @@ def fit_baseline(
     all coefficients, the solution of smallest norm is taken. Then a composition that the rows do
     not determine gets the mean, rather than the zero of the scale of energies, which may be far.
     """
-    weights = np.ones((len(y), 1 if counts is None else 1 + counts.shape[1]))
-    if counts is not None:
-        weights[:, 1:] = counts
+    weights = np.column_stack([np.ones(len(y)), counts])
     span = np.eye(len(species))
     if isinstance(baseline, Mapping) or baseline == "atoms":
-        fixed = _atoms(baseline, species, kind, isolated or {})
+        fixed = _atoms(baseline, species, kind, isolated)
         fitted = np.repeat(fixed[:, None], weights.shape[1], axis=1)
     elif baseline == "none":
         fitted = np.zeros((len(species), weights.shape[1]))

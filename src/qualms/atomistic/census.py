@@ -6,6 +6,7 @@ in memory are one part, those of files are read part by part, and results do not
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import Float64Array, IntArray, joined_groups
+from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
 from qualms.atomistic.baseline import RCOND, atom_design
 from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
+    FINDERS,
     ForceLabels,
     Labelled,
     agreeing,
@@ -36,7 +38,6 @@ from qualms.atomistic.structures import (
     FrameFiles,
     Part,
     State,
-    check_not_single,
     check_structures,
     data_digest,
     data_hashes,
@@ -45,6 +46,7 @@ from qualms.atomistic.structures import (
     numbered,
     state_of,
 )
+from qualms.calibration.vectors import MULTIPLICITY
 from qualms.errors import InputError, counted, did_you_mean, warn
 from qualms.execution import Workers
 from qualms.features.base import offsets_of, ranges
@@ -151,39 +153,45 @@ class TrainingSet:
         return {TARGET: target, **self._derived()}
 
     def _derived(self) -> dict[str, Quantity]:
-        """Return the blocks of forces and virials, whose rows come after those of the target."""
+        """Return the blocks of the derivatives, whose rows come after those of the target."""
         labels, sizes, n_frames = self.derivatives, self.sizes, len(self.sizes)
         if labels is None or not n_frames:
             return {}
+        # Components of a structure follow each other, and with them those of all derivatives.
         place = np.concatenate([np.flatnonzero(mask) for mask in labels.known])
         structure = np.repeat(np.arange(n_frames), np.diff(labels.offsets))
-        n = sizes[structure]
-        # Each structure has n forces and a virial.
-        vector = offsets_of(sizes + 1)[:-1][structure] + np.minimum(place // 3, n)
-        multiplicity = np.where(place >= 3 * n + 3, 2.0, 1.0)
-        solid = self.volumes > 0
-        density = np.divide(sizes, self.volumes, out=np.zeros(n_frames), where=solid)
-        is_virial = place >= 3 * n
-        component = np.where(is_virial, place - 3 * n, place % 3)
-        # The virial, after the forces, belongs to no atom.
-        numbers = np.zeros(len(self.numbers) + n_frames, dtype=self.numbers.dtype)
-        numbers[np.arange(len(self.numbers)) + np.repeat(np.arange(n_frames), sizes)] = self.numbers
-        factor = np.where(is_virial, density[structure], 1.0)
+        volumes = self.volumes
+        density = np.divide(sizes, volumes, out=np.zeros(n_frames), where=volumes > 0)
         quantities = {}
-        for name, chosen in zip(DERIVATIVES, (~is_virial, is_virial), strict=True):
-            rows = np.flatnonzero(chosen)
+        for name in DERIVATIVES:
+            of_atoms, n_components = KINDS[name].of_atoms, KINDS[name].n_components
+            n_vectors = sizes if of_atoms else np.ones_like(sizes)
+            end = n_components * n_vectors[structure]
+            rows = np.flatnonzero((place >= 0) & (place < end))
             if len(rows):
+                s, component = structure[rows], place[rows] % n_components
+                vector = offsets_of(n_vectors)[s] + place[rows] // n_components
                 quantities[name] = Quantity(
                     labels.y[rows],
                     len(self.y) + rows,
-                    structure[rows],
-                    factor[rows],
-                    component[rows],
-                    vector[rows],
-                    multiplicity[rows],
-                    numbers[vector[rows]] if KINDS[name].of_atoms else None,
+                    s,
+                    np.ones(len(rows)) if of_atoms else density[s],
+                    component,
+                    vector,
+                    MULTIPLICITY[n_components][component],
+                    self.numbers[vector] if of_atoms else None,
                 )
+            place = place - end
         return quantities
+
+    def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
+        """Return whether the group of each structure (n,) has labels of each derivative."""
+        codes = np.unique(groups, return_inverse=True)[1]
+        has = np.zeros((len(DERIVATIVES), int(codes.max()) + 1), dtype=bool)
+        for of_groups, name in zip(has, DERIVATIVES, strict=True):
+            if name in self.quantities:
+                of_groups[codes[self.quantities[name].structure]] = True
+        return [of_groups[codes] for of_groups in has]
 
     def take(self, structures: IntArray) -> TrainingSet:
         """Return the training set of some structures."""
@@ -308,7 +316,7 @@ def take_census(
     *,
     workers: Workers | None = None,
     stages: Stages | None = None,
-    reference: BaselinePotential | None = None,
+    potential: BaselinePotential | None = None,
     skip_failed: bool = False,
 ) -> Census:
     """Read the labels of all structures, check them, and find duplicates.
@@ -322,7 +330,7 @@ def take_census(
         Labels of structures that belong together, or their key in ``atoms.info``.
     workers : Workers, optional
     stages : Stages, optional
-    reference : BaselinePotential, optional
+    potential : BaselinePotential, optional
         Labels are differences from it; workers make it themselves.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
@@ -332,8 +340,8 @@ def take_census(
     in_memory = workers.executor is None and not isinstance(frames, FrameFiles)
     parts = divided(frames, len(frames) if in_memory else SCANNED)
     key = groups if isinstance(groups, str) else None
-    options = settings, key, skip_failed, reference if workers.executor is None else None
-    stage = "Labels" if settings.reference is None else "Baseline"
+    options = settings, key, skip_failed, potential if workers.executor is None else None
+    stage = "Labels" if settings.baseline_potential is None else "Baseline"
     with stages.stage(stage, len(frames)) as advance, _once():
         censuses: list[Census] = []
         done = 0
@@ -347,11 +355,10 @@ def take_census(
         raise InputError(
             "No structure has a label; at least 2 are needed to train on.", parameter="frames"
         )
-    for name in DERIVATIVES:
-        label_key = settings.keys.get(name)
-        if label_key is not None and name not in data.quantities and len(parts) > 1:
-            force_labels(list(frames[:SCANNED]), np.arange(0), settings.forces, settings.stress)
-            reject_without_energy(name, label_key)
+    if len(parts) > 1:
+        for name in {*settings.keys} - {*data.quantities}:
+            FINDERS[name](list(frames[:SCANNED]), settings.keys[name])  # names keys that exist
+            reject_without_energy(name, settings.keys[name])
     check_states(census.states, settings)
     copies, codes = join_groups(
         census.prints,
@@ -361,8 +368,8 @@ def take_census(
     data = replace(data, frames=_take_frames(frames, data.source), groups=codes, copies=copies)
     if settings.kind == "extensive":
         check_not_constant(settings.target, data.y * data.sizes, data.sizes)
-    if settings.reference is not None:
-        check_differences(settings.reference.name, settings.target, data, census.before)
+    if settings.baseline_potential is not None:
+        check_differences(settings.baseline_potential.name, settings.target, data, census.before)
     return replace(census, data=data)
 
 
@@ -372,37 +379,30 @@ def _scan(
     settings: Settings,
     group_key: str | None,
     skip_failed: bool,
-    reference: BaselinePotential | None,
+    potential: BaselinePotential | None,
 ) -> Census:
     """Take the census of a part, as a task; there must be labels if they are required."""
-    frames = list(part.frames)
-    if reference is None and settings.reference is not None:
-        reference = _reference_of_worker(settings)
-    with numbered(part):
-        labels = group_labels(frames, group_key) if group_key else []
-        census = read_labels(
-            frames, settings, reference=reference, skip_failed=skip_failed, required=required
-        )
-    source = census.data.source
-    return replace(
-        census,
-        data=replace(census.data, source=part.numbers[source], frames=()),
-        group_labels=[labels[i] for i in source] if group_key else [],
-        states={state: int(part.numbers[i]) for state, i in census.states.items()},
-    )
+    if potential is None and settings.baseline_potential is not None:
+        potential = _potential_of_worker(settings)
+    with warnings.catch_warnings(record=True) as caught, numbered(part):
+        census = read_labels(part, settings, group_key, potential, skip_failed, required)
+    for warning in caught:
+        text = part.named(str(warning.message))
+        warnings.warn_explicit(text, warning.category, warning.filename, warning.lineno)
+    return census
 
 
-_REFERENCES: dict[str, BaselinePotential] = {}
+_POTENTIALS: dict[str, BaselinePotential] = {}
 
 
-def _reference_of_worker(settings: Settings) -> BaselinePotential:
+def _potential_of_worker(settings: Settings) -> BaselinePotential:
     """Return the reference potential of the labels, created once in each worker."""
-    key = f"{settings.reference!r} {settings.units} {settings.representation!r}"
-    if key not in _REFERENCES:
-        made = make_baseline_potential(settings, confirmed=settings.reference)
+    key = f"{settings.baseline_potential!r} {settings.units} {settings.representation!r}"
+    if key not in _POTENTIALS:
+        made = make_baseline_potential(settings, confirmed=settings.baseline_potential)
         assert made is not None
-        _REFERENCES[key] = made
-    return _REFERENCES[key]
+        _POTENTIALS[key] = made
+    return _POTENTIALS[key]
 
 
 @contextmanager
@@ -423,7 +423,6 @@ def _once() -> Iterator[None]:
 
 def check_frames(frames: Sequence[Atoms], groups: Sequence[object] | str | None) -> None:
     """Reject no structures, and groups that are none; a key of groups is not checked here."""
-    check_not_single(frames)
     if not len(frames):
         raise InputError(
             "There are no structures; at least 2 with a label are needed.", parameter="frames"
@@ -468,26 +467,30 @@ def group_labels(frames: Sequence[Atoms], key: str) -> list[str]:
 
 
 def read_labels(
-    frames: Sequence[Atoms],
+    part: Part,
     settings: Settings,
-    *,
-    reference: BaselinePotential | None = None,
-    skip_failed: bool = False,
-    required: bool = True,
+    group_key: str | None,
+    potential: BaselinePotential | None,
+    skip_failed: bool,
+    required: bool,
 ) -> Census:
     """Find labels, and check the structures that have some.
 
     Parameters
     ----------
-    frames : sequence of Atoms
+    part : Part
     settings : Settings
-    reference : BaselinePotential, optional
+    group_key : str or None
+        Key of the labels of groups in ``atoms.info``.
+    potential : BaselinePotential or None
         Labels are differences from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
     required : bool
         Whether there must be a label of each quantity; a part of the structures may have none.
     """
+    frames = list(part.frames)
+    groups = group_labels(frames, group_key) if group_key else []
     scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
     for i in scanned.frames.tolist():
         check_structures([frames[i]], first=i)
@@ -501,28 +504,32 @@ def read_labels(
         derivatives = force_labels(frames, scanned.frames, *keys, required=required)
         parts = zip(labels, derivatives.forces, derivatives.virials, strict=True)
         labels = [np.concatenate([y, f.ravel(), v]) for y, f, v in parts]
-    hashes = data_hashes([frames[i] for i in scanned.frames], labels)
-    if reference is not None:
+    prints = fingerprints([frames[i] for i in scanned.frames])
+    hashes = data_hashes(prints, labels)
+    if potential is not None:
         scanned, derivatives = _differences(
-            frames, scanned, derivatives, reference, skip_failed=skip_failed, required=required
+            frames, scanned, derivatives, potential, skip_failed=skip_failed, required=required
         )
     used = [frames[i] for i in scanned.frames]
     n_atoms = np.array([len(atoms) for atoms in used], dtype=np.intp)
+    has_potential = np.isin(totals.frames, scanned.frames)
     y, before = scanned.values, scanned.values
     if settings.kind == "extensive":
-        y = scanned.values / n_atoms
-        before = totals.values[np.isin(totals.frames, scanned.frames)] / n_atoms
+        y, before = scanned.values / n_atoms, totals.values[has_potential] / n_atoms
     if np.max(np.abs(y), initial=0.0) > _LARGEST:
         raise InputError(
             f"Labels {settings.target!r} are as large as {np.max(np.abs(y)):.1e}; numbers above "
             f"{_LARGEST:g} cannot be learned. Correct these labels, or use other units.",
             parameter="target",
         )
+    states: dict[State, int] = {}
+    for i in scanned.frames.tolist():
+        states.setdefault(state_of(frames[i], settings.keys.values()), int(part.numbers[i]))
     none = np.empty(0, dtype=np.intp)
     data = TrainingSet(
         per_atom=settings.per_atom,
-        frames=used,
-        source=scanned.frames,
+        frames=(),
+        source=part.numbers[scanned.frames],
         sizes=n_atoms,
         numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
         volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
@@ -535,23 +542,15 @@ def read_labels(
     return Census(
         data=data,
         before=before,
-        prints=fingerprints(used),
+        prints=list(itertools.compress(prints, has_potential)),
         hashes=hashes,
-        group_labels=[],
+        group_labels=[groups[i] for i in scanned.frames] if group_key else [],
         n_unlabelled=scanned.n_unlabelled,
         n_isolated=scanned.n_isolated,
         isolated=scanned.isolated,
-        states=_first_of_each(frames, scanned.frames, settings),
+        states=states,
         n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
     )
-
-
-def _first_of_each(frames: Sequence[Atoms], used: IntArray, settings: Settings) -> dict[State, int]:
-    """Return the states of the structures with labels (n,), and the first with each."""
-    states: dict[State, int] = {}
-    for i in used.tolist():
-        states.setdefault(state_of(frames[i], settings.keys.values()), i)
-    return states
 
 
 def check_states(states: Mapping[State, int], settings: Settings) -> None:
@@ -618,7 +617,7 @@ def _differences(
     frames: Sequence[Atoms],
     targets: Labelled,
     derivatives: ForceLabels | None,
-    reference: BaselinePotential,
+    potential: BaselinePotential,
     *,
     skip_failed: bool,
     required: bool,
@@ -635,7 +634,7 @@ def _differences(
     has_labels = has_labels.reshape(-1, 2)
     for has_forces, has_stress in np.unique(has_labels, axis=0).tolist():
         rows = np.flatnonzero((has_labels == (has_forces, has_stress)).all(axis=1))
-        values = reference.evaluate(
+        values = potential.evaluate(
             [frames[i] for i in indices[rows]],
             forces=has_forces,
             stress=has_stress,
@@ -652,13 +651,13 @@ def _differences(
     kept = np.flatnonzero(np.isfinite(energies))
     if required and not len(kept):
         raise InputError(
-            f"The baseline {reference.name} failed for every structure with a label. Use another "
+            f"The baseline {potential.name} failed for every structure with a label. Use another "
             "baseline, or correct its arguments.",
             parameter="baseline",
         )
     alone = {int(a.numbers[0]): i for i, a in enumerate(frames) if is_isolated(a)}
     numbers = [alone[z] for z in targets.isolated]
-    of_atoms = reference.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
+    of_atoms = potential.evaluate([frames[i] for i in numbers], indices=numbers, skip_failed=True)
     isolated = zip(targets.isolated.items(), of_atoms.energies.tolist(), strict=True)
     left = replace(
         targets,

@@ -30,7 +30,7 @@ from ase.data import chemical_symbols
 
 from qualms.arrays import Float64Array
 from qualms.atomistic.labels import find_label, voigt
-from qualms.atomistic.settings import Reference, Settings
+from qualms.atomistic.settings import PotentialSettings, Settings
 from qualms.atomistic.structures import check_structures
 from qualms.errors import InputError, QualmsWarning
 from qualms.evaluation import ENERGIES
@@ -175,7 +175,7 @@ def _reason(error: Exception) -> str:
 class StoredPotential(BaselinePotential):
     """Values that the structures have, in the units of the labels."""
 
-    def __init__(self, settings: Reference) -> None:
+    def __init__(self, settings: PotentialSettings) -> None:
         super().__init__(settings.name)
         self._settings = settings
 
@@ -244,7 +244,7 @@ def _state(atoms: Atoms) -> bytes:
 class CalculatorPotential(ComputedPotential):
     """An ASE calculator, created when the first value is needed."""
 
-    def __init__(self, settings: Reference, factor: float, threads: int = 1) -> None:
+    def __init__(self, settings: PotentialSettings, factor: float, threads: int = 1) -> None:
         super().__init__(settings.name, factor)
         self._text, self._threads = settings.model_dump_json(), threads
         # tblite uses one core for a small molecule, so that several processes pay.
@@ -286,7 +286,7 @@ def _compute(
 @cache
 def load_calculator(text: str) -> Any:
     """Return the calculator of some settings, in JSON."""
-    settings = Reference.model_validate_json(text)
+    settings = PotentialSettings.model_validate_json(text)
     kind, _, method = str(settings.calculator).partition(":")
     path, arguments = CALCULATORS.get(kind, (str(settings.calculator), {}))
     if kind == "tblite":
@@ -324,7 +324,7 @@ def load_calculator(text: str) -> Any:
     return calculator
 
 
-def calculator_version(settings: Reference | None) -> dict[str, str]:
+def calculator_version(settings: PotentialSettings | None) -> dict[str, str]:
     """Return the version of the package of a calculator, by its name, if it is known."""
     path = "" if settings is None or settings.calculator is None else settings.calculator
     path = CALCULATORS.get(path.partition(":")[0], (path, {}))[0]
@@ -380,7 +380,7 @@ class NetworkPotential(ComputedPotential):
 
 
 def make_baseline_potential(
-    settings: Settings, *, confirmed: Reference | None = None, threads: int = 1
+    settings: Settings, *, confirmed: PotentialSettings | None = None, threads: int = 1
 ) -> BaselinePotential | None:
     """Return the potential that a model subtracts; None if there is none.
 
@@ -389,12 +389,12 @@ def make_baseline_potential(
     settings : Settings
         They may be those of a file, and importing a module, or giving arguments to it, executes
         code.
-    confirmed : Reference, optional
+    confirmed : PotentialSettings, optional
         The potential that a user names. Without it, calculators are imported from installed
         packages, by known names.
     threads : int
     """
-    stored = settings.reference
+    stored = settings.baseline_potential
     if stored is None:
         return None
     if confirmed is not None:
@@ -419,7 +419,7 @@ def make_baseline_potential(
     return CalculatorPotential(baseline, factor, threads)
 
 
-def _is_installed(baseline: Reference) -> bool:
+def _is_installed(baseline: PotentialSettings) -> bool:
     """Return whether a calculator is a known one, of a package in site-packages."""
     path, _ = CALCULATORS.get(str(baseline.calculator).partition(":")[0], ("", {}))
     package = path.partition(":")[0].partition(".")[0]
@@ -427,7 +427,7 @@ def _is_installed(baseline: Reference) -> bool:
     return bool(package) and (find_spec(package) is None or installed_folder(package) is not None)
 
 
-def _check_same(stored: Reference, confirmed: Reference) -> None:
+def _check_same(stored: PotentialSettings, confirmed: PotentialSettings) -> None:
     """Reject a calculator that is not the one of the training; values may come from a key."""
     if stored.key is not None or confirmed.key is not None:
         return

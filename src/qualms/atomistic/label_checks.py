@@ -21,18 +21,17 @@ structure are scaled down to it, both by the same factor, and medians measure ho
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import ase.units
 import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.census import TrainingSet
+from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
-from qualms.errors import QualmsWarning, counted
+from qualms.errors import counted, warn
 from qualms.gp.ensemble import fit_rows
 from qualms.gp.noise import group_means
 
@@ -50,22 +49,8 @@ _INFORMATIVE, _IN_SIGMA, _ACCURATE = 0.4, 2.0, 0.9
 _OUTSIDE = 4.0
 #: Factors beyond which a warning is issued, if predictions are informative, or accurate.
 _LIMIT, _LIMIT_IF_ACCURATE = 3.0, 1.6
-#: How much larger than with eV and Å the numbers are in other units, and the tolerance.
-_UNITS = {
-    "forces": {
-        "kcal/mol/Å": ase.units.mol / ase.units.kcal,
-        "kJ/mol/Å": ase.units.mol / ase.units.kJ,
-        "meV/Å": 1e3,
-        "Hartree/Bohr": ase.units.Bohr / ase.units.Hartree,
-        "eV/Bohr": ase.units.Bohr,
-    },
-    "stress": {"GPa": 1 / ase.units.GPa, "kbar": 10 / ase.units.GPa},
-}
+#: Tolerance of the ratio of labels in other units.
 _NEAR = 1.35
-_CONVENTIONS = {
-    "forces": "Forces are −∂E/∂r in the units of the energy per Å.",
-    "stress": "A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the energy per Å³.",
-}
 #: Noise, relative to the labels, that leaves nothing to learn: 0.03 to 0.4 for correct labels of
 #: ten structures or more, and 1.3 to 3.2 for forces of the wrong sign or in other units.
 _NOISE = 1.2
@@ -134,7 +119,7 @@ def check_derivatives(
     if len(np.unique(data.groups)) < _ENOUGH or np.ptp(energies) == 0:
         return set()
     factors = _factors_by_forces(Phi, energies, data)
-    if {*data.quantities} > {"energy", *factors}:
+    if {*data.quantities} > {TARGET, *factors}:
         center = settings.linear_baseline != "none"
         factors = _factors_by_energies(Phi, energies, data, center=center) | factors
     wrong = {name for name, factor in factors.items() if not factor.is_one}
@@ -189,13 +174,13 @@ def _factors_by_energies(
         return {}
     factors = {}
     for name, quantity in data.quantities.items():
-        if name == "energy":
+        if name == TARGET:
             continue
         labels, predicted = quantity.y, np.asarray(Phi[quantity.rows] @ weights, dtype=np.float64)
-        if name == "stress":
+        if not KINDS[name].of_atoms:
             if len(np.unique(quantity.structure)) < _ENOUGH:
                 continue
-            # Energies at one volume do not determine the pressure there.
+            # Energies of one volume, say, do not determine the pressure there.
             component = np.asarray(quantity.component)
             labels, predicted = _centered(labels, component), _centered(predicted, component)
         factors[name] = factor_between(*equalized(labels, predicted, quantity.structure))
@@ -218,14 +203,11 @@ def check_noise(noise: Mapping[str, float], data: TrainingSet, settings: Setting
         square = float(np.mean(data.quantities[name].y ** 2))
         if 0 < _NOISE**2 * square < variance:
             units = settings.noise_units_of(name)
-            warnings.warn(
+            warn(
                 f"{name}={settings.keys[name]!r}: the fitted noise, {np.sqrt(variance):.3g} "
                 f"{units}, is larger than the labels, {np.sqrt(square):.3g}: the model describes "
                 "none of them. Check signs and units of all labels, or use more representatives or "
-                "structures. "
-                f"{_CONVENTIONS['forces']}",
-                QualmsWarning,
-                stacklevel=2,
+                f"structures. {KINDS[name].convention}"
             )
 
 
@@ -279,13 +261,11 @@ def _warn_of_factor(name: str, key: str, factor: Factor) -> None:
     guess = ""
     if not 1 / _LIMIT_IF_ACCURATE < size < _LIMIT_IF_ACCURATE:
         differences.append(f"{size:.3g} times the size")
-        units = [u for u, f in _UNITS[name].items() if 1 / _NEAR < size / f < _NEAR]
+        units = [u for u, f in KINDS[name].other_units.items() if 1 / _NEAR < size / f < _NEAR]
         guess = f" (units of {' or '.join(units)}?)" if units else ""
-    warnings.warn(
+    warn(
         f"{name}={key!r}: labels have {' and '.join(differences)} of the derivatives of the "
-        f"energies{guess}, correlation {factor.r:.2f}. {_CONVENTIONS[name]}",
-        QualmsWarning,
-        stacklevel=2,
+        f"energies{guess}, correlation {factor.r:.2f}. {KINDS[name].convention}"
     )
 
 
@@ -294,7 +274,7 @@ def find_outliers(
     residuals: Float64Array,
     std: Float64Array,
     structure: IntArray,
-    copies: IntArray | None = None,
+    copies: IntArray,
 ) -> IntArray:
     """Return structures whose labels are far from their out-of-bag predictions, the worst first.
 
@@ -309,11 +289,11 @@ def find_outliers(
     residuals, std : (n,) arrays
         Out-of-bag residuals and standard deviations.
     structure : (n,) array of int
-    copies : array of int, optional
+    copies : array of int
         A number for each structure, the same for duplicates.
     """
     codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
-    kinds = np.unique(codes if copies is None else copies[codes], return_inverse=True)[1]
+    kinds = np.unique(copies[codes], return_inverse=True)[1]
     if kinds.max(initial=0) + 1 < _ENOUGH:
         return codes[:0]
 
@@ -355,11 +335,9 @@ def check_copies(
         low, high = rows[np.argmin(y[rows])], rows[np.argmax(y[rows])]
         if y[high] - y[low] > max(typical, _TINY):
             i, j = sorted(int(source[k]) for k in (low, high))
-            warnings.warn(
+            warn(
                 f"Structures {i} and {j} are the same, but their labels are not: {y[low]:.6g} and "
-                f"{y[high]:.6g} (per atom, without baseline potential). Check both.",
-                QualmsWarning,
-                stacklevel=2,
+                f"{y[high]:.6g} (per atom, without baseline potential). Check both."
             )
             return
 
@@ -379,9 +357,7 @@ def warn_of_outliers(name: str, outliers: IntArray, source: IntArray) -> None:
         return
     listed = ", ".join(f"frames[{source[s]}]" for s in outliers[:_LISTED])
     more = f" and {len(outliers) - _LISTED} more" if len(outliers) > _LISTED else ""
-    warnings.warn(
+    warn(
         f"{name}: possible label errors in {counted(len(outliers), 'structure')} ({listed}{more}): "
-        "labels are far from out-of-bag predictions. Check values and units.",
-        QualmsWarning,
-        stacklevel=2,
+        "labels are far from out-of-bag predictions. Check values and units."
     )

@@ -32,7 +32,6 @@ ISOLATED = ("isolated_atom", "isolatedatom")
 #: A matrix whose halves differ by more than this, relative to its largest number, is no stress.
 _SYMMETRY = 1e-3
 _RESULTS = "calc.results"
-_FORCES = "three numbers for each atom"
 _PER_ATOM = "It is an array of atoms: use `kind='atomic'`."
 _PER_STRUCTURE = "It is a number per structure, and `kind='atomic'` is for values of atoms."
 
@@ -132,10 +131,9 @@ def find_targets(
     """
     values = [np.full(len(atoms) if per_atom else 1, np.nan) for atoms in frames]
     for i, (value, place) in _find_all(frames, key, per_atom, required=required).items():
-        n, of_species = (
-            len(values[i]),
-            _is_of_species(frames[i], species) if per_atom else slice(None),
-        )
+        n, of_species = len(values[i]), np.ones(1, dtype=bool)
+        if per_atom:
+            of_species = _is_of_species(frames[i], species)
         expected = f"one number for each of {n} atoms" if per_atom else "one number"
         shapes: list[tuple[int, ...]] = [(n,), (n, 1)] if per_atom else [(), (1,)]
         shape, hint = _as_array(value).shape, ""
@@ -452,7 +450,8 @@ def find_forces(
     forces = {}
     for i, (value, place) in places.items():
         name = f"frames[{i}].{place}"
-        forces[i] = _finite(_numbers(value, name, [(len(frames[i]), 3)], _FORCES), name)
+        shape, expected = (len(frames[i]), 3), "three numbers for each atom"
+        forces[i] = _finite(_numbers(value, name, [shape], expected), name)
     return {i: values for i, values in forces.items() if np.isfinite(values).any()}
 
 
@@ -509,3 +508,7 @@ def voigt(value: object, name: str) -> Float64Array:
             f"The stress {name} is a matrix that is not symmetric; stresses are.", parameter=name
         )
     return np.asarray((matrix + matrix.T)[VOIGT] / 2)
+
+
+#: Functions that find labels of derivatives.
+FINDERS = {"forces": find_forces, "stress": find_stresses}

@@ -29,9 +29,9 @@ from qualms.atomistic.predictions import (
 )
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import (
-    Reference,
+    PotentialSettings,
     Settings,
-    as_reference,
+    as_potential,
     make_settings,
     parameter_list,
     signature,
@@ -69,10 +69,10 @@ class AtomisticModel:
 
     def __init__(self, target: str, kind: str = "extensive", **parameters: Any) -> None:
         settings = make_settings({"target": target, "kind": kind, **parameters})
-        self._start(settings, settings.threads, settings.reference)
+        self._start(settings, settings.threads, settings.baseline_potential)
 
     def _start(
-        self, settings: Settings, threads: int | None, confirmed: Reference | None = None
+        self, settings: Settings, threads: int | None, confirmed: PotentialSettings | None = None
     ) -> None:
         self.settings = self._given = settings
         if confirmed is not None:  # training uses the potential that the user gave
@@ -134,7 +134,7 @@ class AtomisticModel:
             workers=as_workers(executor, self.threads if executor is None else 1),
             threads=self.threads,
             stages=Stages(Bars() if progress is True else progress or None),
-            reference=self.reference,  # an error if a file names code that no user confirmed
+            potential=self.reference,  # an error if a file names code that no user confirmed
             skip_failed=skip_failed,
         )
         self._potential = None
@@ -144,7 +144,11 @@ class AtomisticModel:
 
     @classmethod
     def from_fitted(
-        cls, fitted: Fitted, *, threads: int | None = None, confirmed: Reference | None = None
+        cls,
+        fitted: Fitted,
+        *,
+        threads: int | None = None,
+        confirmed: PotentialSettings | None = None,
     ) -> AtomisticModel:
         """Return the model of a training run or of a file.
 
@@ -152,7 +156,7 @@ class AtomisticModel:
         ----------
         fitted : Fitted
         threads : int, optional
-        confirmed : Reference, optional
+        confirmed : PotentialSettings, optional
             The reference potential that the user named, so that its code may run.
         """
         model = cls.__new__(cls)
@@ -377,8 +381,10 @@ class AtomisticModel:
             The file with the weights of a network, unless they come with its package; or the object
             that the model was trained with.
         """
-        confirmed, fitted = as_reference(baseline), read_model(path, representation)
-        if baseline is not None and (confirmed is None or fitted.settings.reference is None):
+        confirmed, fitted = as_potential(baseline), read_model(path, representation)
+        if baseline is not None and (
+            confirmed is None or fitted.settings.baseline_potential is None
+        ):
             raise InputError(
                 f"`baseline={baseline!r}` does not fit the model: it is a calculator or a key, for "
                 "a model that was trained with one.",
@@ -436,7 +442,7 @@ class AtomisticModel:
     @property
     def reference(self) -> BaselinePotential | None:
         """The reference potential whose values are added to predictions, if there is one."""
-        if self.settings.reference is None:
+        if self.settings.baseline_potential is None:
             return None
         with self._lock:
             if self._reference is None:
@@ -564,7 +570,7 @@ def _independent(fitted: Fitted) -> str:
 
 
 def _baseline(fitted: Fitted) -> str:
-    reference = fitted.settings.reference
+    reference = fitted.settings.baseline_potential
     if reference is None:
         return fitted.baseline.name
     arguments = ", ".join(f"{name}={value}" for name, value in reference.arguments.items())

@@ -23,7 +23,7 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
-from qualms.atomistic.quantities import DERIVATIVES, TARGET
+from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
 from qualms.execution import Workers, stop_workers
 from qualms.features.base import (
@@ -41,8 +41,6 @@ from qualms.gp.sparse_gp import Whitening, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
 from qualms.progress import Stages
 
-#: Share of the training structures that would not count as extrapolation if they were new.
-_NOT_NOVEL = 0.99
 #: Streams of random numbers: the sample that a compression is fitted to, the selection of
 #: representatives, and the rows that are kept.
 _SAMPLE_STREAM, _SELECTION_STREAM, _KEPT_STREAM = 1, 3, 8
@@ -51,8 +49,6 @@ PART = 4e8
 #: Rows whose sums are computed in a task, with so many representatives or more, and at a time in
 #: it: sending the sums takes much less time than computing them.
 ROWS, _LARGE, CHUNK = 16_384, 5000, 4096
-#: Features are float32, or with forces float64: see `qualms.gp.sparse_gp.whiten`.
-_RTOL, _RTOL_OF_FORCES = 1e-6, 1e-10
 #: The smallest number of representatives that is chosen, and of a nested model: with fewer, hardly
 #: any time is saved.
 SMALLEST = 250
@@ -65,17 +61,13 @@ class TrainingProblem:
     settings: Settings
     data: TrainingSet
     census: Census
-    n_requested: int | str  #: number of representatives in the settings of the user
-    preset: str  #: the representation, if it was chosen, and why
+    draw: Draw  #: members, as sets of blocks of structures or atoms
+    baseline: Baseline
+    n_representatives: int  #: M, to select
     size_limit: str  #: what limits the number of representatives, if it is chosen
+    preset: str  #: the representation, if it was chosen, and why
     cached: bool  #: whether features are kept between the passes
     n_processes: int  #: processes that compute features
-
-    @property
-    def rows(self) -> IntArray:
-        """Structure of each row of the target, or its place, if atoms are drawn: (N,)."""
-        structure = self.data.quantities[TARGET].structure
-        return np.arange(len(structure)) if self.draws_atoms else structure
 
     @property
     def draws_atoms(self) -> bool:
@@ -86,23 +78,10 @@ class TrainingProblem:
         """Return the drawn units of some structures: themselves, or their atoms."""
         return ranges(self.data.offsets, structures) if self.draws_atoms else structures
 
-    def derivatives_of_groups(self, groups: IntArray) -> list[BoolArray]:
-        """Return whether the group of each structure (n,) has labels of each derivative."""
-        codes = np.unique(groups, return_inverse=True)[1]
-        has = np.zeros((len(DERIVATIVES), int(codes.max()) + 1), dtype=bool)
-        for of_groups, name in zip(has, DERIVATIVES, strict=True):
-            if name in self.data.quantities:
-                of_groups[codes[self.data.quantities[name].structure]] = True
-        return [of_groups[codes] for of_groups in has]
 
-
-def n_features(settings: Settings, data: TrainingSet) -> tuple[int, int]:
-    """Return the numbers of features after and before compression."""
-    return settings.features.n_features(data.species, _problem(settings, data))
-
-
-def _problem(settings: Settings, data: TrainingSet) -> Problem:
-    return Problem(min(settings.n_selected, data.n_environments), settings.has_forces)
+def n_features(settings: Settings, data: TrainingSet, M: int) -> tuple[int, int]:
+    """Return the numbers of features, for M representatives, after and before compression."""
+    return settings.features.n_features(data.species, Problem(M, settings.has_forces))
 
 
 # --- features -------------------------------------------------------------------------------------
@@ -119,7 +98,8 @@ def fit_features(problem: TrainingProblem, stages: Stages) -> Representation:
         return frames, centers
 
     with stages.stage("Compression"):
-        return settings.features.fit(data.species, _problem(settings, data), sample)
+        size = Problem(problem.n_representatives, settings.has_forces)
+        return settings.features.fit(data.species, size, sample)
 
 
 def random_sample(data: TrainingSet, rng: np.random.Generator) -> IntArray:
@@ -202,6 +182,9 @@ class Environments:
     groups: IntArray  #: (n,): group of the structure
     features: FloatArray  #: (n, d)
 
+    def __len__(self) -> int:
+        return len(self.origins)
+
     def take(self, some: IntArray) -> Environments:
         """Return the environments with these indices."""
         return Environments(self.origins[some], self.groups[some], self.features[some])
@@ -215,34 +198,19 @@ class Environments:
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-@dataclass(frozen=True)
-class Representatives:
-    """Representative environments, in the order of the pivots, and their whitening."""
-
-    environments: Environments
-    whitening: Whitening
-
-    def __len__(self) -> int:
-        return len(self.environments.origins)
-
-    def leading(self, r: int) -> Representatives:
-        """Return the first r representatives: the factor of the whitening is triangular."""
-        return Representatives(self.environments.take(np.arange(r)), self.whitening.leading(r))
-
-
-def part_size(settings: Settings, data: TrainingSet, n_features: int) -> int:
+def part_size(settings: Settings, data: TrainingSet, M: int, n_features: int) -> int:
     """Return environments of a part from which representatives are selected.
 
     Few parts have many features in memory, many parts many candidates: √(nM) is the best for both.
     """
-    M, width = settings.n_selected, settings.features.dtype.itemsize * n_features
+    width = settings.features.dtype.itemsize * n_features
     return max(int(math.sqrt(data.n_environments * M)), 2 * M, int(PART / width))
 
 
 def pick_representatives(
     problem: TrainingProblem, representation: Representation, workers: Workers, stages: Stages
-) -> tuple[Representatives, list[FloatArray]]:
-    """Select representatives: within parts, and then among those of all parts.
+) -> tuple[Environments, Whitening, list[FloatArray]]:
+    """Select representatives: within parts, and then among those of all parts; and whiten them.
 
     For farthest points, both steps leave every environment within twice the optimal covering radius
     of a pick, as the plain algorithm does; together, at most twice as far. Features (n, d) of the
@@ -256,7 +224,8 @@ def pick_representatives(
     stages : Stages
     """
     settings, data = problem.settings, problem.data
-    edges = whole_blocks(data.offsets, part_size(settings, data, representation.n_features))
+    M = problem.n_representatives
+    edges = whole_blocks(data.offsets, part_size(settings, data, M, representation.n_features))
     parts = [data.take(np.arange(first, last)) for first, last in edges]
     selected, cache = [], []
     with stages.stage("Features", data.n_environments) as advance:
@@ -265,6 +234,7 @@ def pick_representatives(
             candidates,
             parts,
             settings,
+            M,
             workers.share(representation),
             problem.n_processes,
             len(parts) == 1,
@@ -280,12 +250,13 @@ def pick_representatives(
     if not problem.cached:
         stop_workers()  # and free their memory
     environments, kernel = Environments.join(selected), representation.kernel
-    return whitened_points(environments, kernel, settings, stages), cache
+    return *whitened_points(environments, M, kernel, settings, stages), cache
 
 
 def candidates(
     part: TrainingSet,
     settings: Settings,
+    M: int,
     representation: Representation,
     n_processes: int,
     alone: bool,
@@ -300,6 +271,8 @@ def candidates(
     ----------
     part : TrainingSet
     settings : Settings
+    M : int
+        Number of representatives that are selected among the candidates of all parts.
     representation : Representation
     n_processes : int
         Processes that compute features.
@@ -320,7 +293,7 @@ def candidates(
     groups = np.repeat(part.groups, part.environments)
     environments = Environments(origins.astype(np.int64), groups, X)
     if not alone:
-        n, selection = settings.n_selected, settings.selection
+        n, selection = M, settings.selection
         if selection == "cur":  # selects among farthest points
             n, selection = LANDMARKS * n, "fps"
         rng = np.random.default_rng([settings.seed, _SELECTION_STREAM, int(part.source[0])])
@@ -330,20 +303,24 @@ def candidates(
 
 
 def whitened_points(
-    environments: Environments, kernel: Kernel, settings: Settings, stages: Stages
-) -> Representatives:
+    environments: Environments, M: int, kernel: Kernel, settings: Settings, stages: Stages
+) -> tuple[Environments, Whitening]:
     """Select representatives among candidates, and drop those that others describe to rounding.
+
+    They are returned in the order of the pivots, with their whitening.
 
     Parameters
     ----------
     environments : Environments
         Candidates.
+    M : int
+        Number of representatives to select.
     kernel : Kernel
     settings : Settings
     stages : Stages
     """
     rng = np.random.default_rng([settings.seed, _SELECTION_STREAM])
-    X, n = environments.features, min(settings.n_selected, len(environments.features))
+    X, n = environments.features, min(M, len(environments))
     with stages.stage("Representatives", n) as advance:
         selected = select_representatives(X, n, settings.selection, kernel, rng, advance)
         environments = environments.take(selected)
@@ -351,9 +328,9 @@ def whitened_points(
     environments = environments.take(np.lexsort(environments.origins.T[::-1]))
     with stages.stage("Whitening"):
         exact = environments.features.astype(np.float64)
-        rtol = _RTOL_OF_FORCES if settings.learns_forces else _RTOL
+        rtol = 1e-10 if settings.learns_forces else 1e-6  # features are float32 without forces
         whitening = whiten(np.asarray(kernel(exact, exact)), rtol=rtol)
-    return Representatives(environments.take(whitening.pivots), whitening)
+    return environments.take(whitening.pivots), whitening
 
 
 # --- sums over kernel rows, and rows that are kept ------------------------------------------------
@@ -363,12 +340,12 @@ def whitened_points(
 class Rows:
     """Sums over the rows of all quantities, and the rows that are kept."""
 
-    representatives: Representatives  #: for the kernel scaled by Eq. (17), Musil et al. 2019
+    representatives: Environments  #: in the order of the pivots of the whitening
+    whitening: Whitening  #: of the kernel scaled by Eq. (17), Musil et al. 2019
     scale: float  #: the factor of the kernel
     sums: BlockSums
     kept: KeptRows
     sample: TrainingSet  #: structures whose rows are kept
-    of_points: IntArray  #: (N,): structure, or atom, among all that are drawn, of each kept row
     center: float  #: mean of the target less the baseline
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
     #: largest and mean novelty of the environments of a structure that few structures exceed, for
@@ -379,14 +356,13 @@ class Rows:
         """Return the rows of the model that has the first r representatives alone."""
         if r == len(self.representatives):
             return self
-        parts = {
-            name: getattr(self, name).leading(r) for name in ("representatives", "sums", "kept")
-        }
-        return replace(self, **parts)
-
-    def with_draw(self, draw: Draw) -> Rows:
-        """Return a copy with other members."""
-        return replace(self, kept=replace(self.kept, draw=draw.take(self.of_points)))
+        return replace(
+            self,
+            representatives=self.representatives.take(np.arange(r)),
+            whitening=self.whitening.leading(r),  # its factor is triangular
+            sums=self.sums.leading(r),
+            kept=self.kept.leading(r),
+        )
 
 
 @dataclass(frozen=True)
@@ -395,10 +371,10 @@ class RowTask:
 
     representation: Representation
     n_processes: int
-    representatives: Representatives
+    representatives: Environments
+    whitening: Whitening
     sizes: list[int]  #: numbers of representatives that novelty is computed for
-    species: list[int]
-    baseline: Float64Array  #: (S,): coefficients of the full model
+    baseline: Baseline
     center: float
     draws_atoms: bool
     chunk: int  #: structures whose rows are computed at a time
@@ -439,58 +415,58 @@ class PartSums:
 def sum_part(part: RowPart, task: RowTask) -> PartSums:
     """Compute the rows of a part, some structures at a time, and sum over them."""
     total: PartSums | None = None
-    data, n = part.data, len(part.data.source)
-    for first in range(0, n, task.chunk):
-        some = np.arange(first, min(first + task.chunk, n))
-        features = part.features
-        if features is not None:
-            features = features[data.offsets[some[0]] : data.offsets[some[-1] + 1]]
-        points = some
-        if task.draws_atoms:
-            points = np.arange(data.offsets[some[0]], data.offsets[some[-1] + 1])
-        chunk = RowPart(data.take(some), part.draw.take(points), part.kept[some], features)
-        of_chunk = _sum_chunk(chunk, task)
+    for first in range(0, len(part.data.source), task.chunk):
+        structures = np.arange(first, min(first + task.chunk, len(part.data.source)))
+        environments = ranges(part.data.offsets, structures)
+        data = part.data.take(structures)
+        draw = part.draw.take(environments if task.draws_atoms else structures)
+        features = None
+        if part.features is not None:
+            features = part.features[environments[0] : environments[-1] + 1]
+        Phi, diagonal, novelty = whitened_rows(data, features, task)
+        n, sums = len(data.y), {}
+        C = _columns(data, task.baseline, task.center)
+        is_kept = np.zeros(data.n_rows, dtype=bool)
+        for name, quantity in data.quantities.items():
+            points = quantity.rows if task.draws_atoms else quantity.structure
+            sums[name] = draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
+            is_kept[quantity.rows] = part.kept[structures[quantity.structure]]
+        kept = []
+        if is_kept.any():
+            of_target = is_kept[:n]
+            kept.append((Phi[:n][of_target], Phi[n:][is_kept[n:]], diagonal[of_target]))
+        del Phi  # before the next rows are computed
+        of_chunk = PartSums(sums, float(diagonal.sum()), [novelty], kept)
         total = of_chunk if total is None else total.add(of_chunk)
     assert total is not None, "parts are not empty"
     return total
 
 
-def _sum_chunk(part: RowPart, task: RowTask) -> PartSums:
-    data = part.data
-    Phi, diagonal, novelty = whitened_rows(part, task)
-    n, sums = len(data.y), {}
-    C = _columns(data, task.species, task.baseline, task.center)
-    for name, quantity in data.quantities.items():
-        points = quantity.rows if task.draws_atoms else quantity.structure
-        sums[name] = part.draw.take(points).sum_blocks(Phi[quantity.rows], C[quantity.rows])
-    kept = []
-    if part.kept.any():
-        is_kept = np.zeros(data.n_rows, dtype=bool)
-        for quantity in data.quantities.values():
-            is_kept[quantity.rows] = part.kept[quantity.structure]
-        of_target = is_kept[:n]
-        kept.append((Phi[:n][of_target], Phi[n:][is_kept[n:]], diagonal[of_target]))
-    return PartSums(sums, float(diagonal.sum()), [novelty], kept)
-
-
-def _columns(
-    data: TrainingSet, species: Sequence[int], baseline: Float64Array, center: float
-) -> Float64Array:
+def _columns(data: TrainingSet, baseline: Baseline, center: float) -> Float64Array:
     """Return the columns of sums: labels less baseline and mean, design matrix, and one.
 
     Derivatives of the target have neither baseline nor mean.
     """
-    n, design = len(data.y), data.design(species)
+    n, design = len(data.y), data.design(baseline.species)
     columns = np.zeros((data.n_rows, design.shape[1] + 2))
     for quantity in data.quantities.values():
         columns[quantity.rows, 0] = quantity.y
-    columns[:n, 0] -= design @ baseline + center
+    columns[:n, 0] -= baseline.predict(design) + center
     columns[:n, 1:-1], columns[:n, -1] = design, 1.0
     return columns
 
 
-def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Array, Float64Array]:
+def whitened_rows(
+    data: TrainingSet, features: FloatArray | None, task: RowTask
+) -> tuple[Float64Array, Float64Array, Float64Array]:
     """Compute the kernel rows of all quantities, not scaled by Eq. (17), and whiten them.
+
+    Parameters
+    ----------
+    data : TrainingSet
+    features : (n_environments, d) array or None
+        Of all environments, if they were kept.
+    task : RowTask
 
     Returns
     -------
@@ -501,11 +477,10 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         Largest and mean novelty of the environments of each structure, for numbers of
         representatives, those of the group of the structure left out.
     """
-    data, representation = part.data, task.representation
-    environments = task.representatives.environments
-    X_M = environments.features.astype(representation.basis_dtype, copy=False)
+    representation = task.representation
+    X_M = task.representatives.features.astype(representation.basis_dtype, copy=False)
     basis = Basis(representation.kernel, X_M, 1.0, data.per_atom)
-    same_group = _places_of_groups(environments.groups, data.groups)
+    same_group = _places_of_groups(task.representatives.groups, data.groups)
     n, sizes = len(data.y), task.sizes
     K = np.zeros((data.n_rows, len(X_M)))
     diagonal, novelty = np.empty(n), np.empty((len(data.source), len(sizes), 2))
@@ -515,7 +490,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         data,
         n_processes=task.n_processes,
         count=task.count,
-        cached=part.features,
+        cached=features,
     )
     for block, offsets in blocks:
         here = slice(structure, structure + len(offsets) - 1)
@@ -529,7 +504,7 @@ def whitened_rows(part: RowPart, task: RowTask) -> tuple[Float64Array, Float64Ar
         terms = kernel_terms(representation, X_M)
         fill_rows(K[:n], K[n:], list(data.frames), data.derivatives, terms)
     with few_threads(len(K), len(X_M)):
-        Phi = task.representatives.whitening.features(K, overwrite=True)
+        Phi = task.whitening.features(K, overwrite=True)
     return np.asarray(Phi, dtype=np.float64), diagonal, novelty
 
 
@@ -553,9 +528,8 @@ def rows_of_task(M: int) -> int:
 def sum_rows(
     problem: TrainingProblem,
     representation: Representation,
-    representatives: Representatives,
-    draw: Draw,
-    baseline: Baseline,
+    representatives: Environments,
+    whitening: Whitening,
     cache: list[FloatArray],
     workers: Workers,
     stages: Stages,
@@ -568,27 +542,26 @@ def sum_rows(
     ----------
     problem : TrainingProblem
     representation : Representation
-    representatives : Representatives
-    draw : Draw
-        Members, as sets of blocks of structures or atoms.
-    baseline : Baseline
+    representatives : Environments
+    whitening : Whitening
+        Of the kernel of the representatives.
     cache : list of arrays
         Features of consecutive parts, if they were kept; the list is emptied.
     workers : Workers
     stages : Stages
     """
-    settings, data, r = problem.settings, problem.data, len(representatives)
+    data, baseline, r = problem.data, problem.baseline, len(representatives)
     sizes = [*(nested_sizes(r) if problem.size_limit else []), r]
     rest = data.y - baseline.predict(data.design(data.species))
-    center = float(rest.mean()) if settings.linear_baseline != "none" else 0.0
-    kept = _keep_structures(problem, draw)
+    center = float(rest.mean()) if baseline.name != "none" else 0.0
+    kept = _keep_structures(problem)
     edges = np.cumsum(data.rows_of_structures)
     n_parts = math.ceil(edges[-1] / rows_of_task(r))
     starts = np.searchsorted(edges, edges[-1] * np.arange(1, n_parts) / n_parts)
     parts = [
         RowPart(
             data.take(structures),
-            draw.take(problem.drawn(structures)),
+            problem.draw.take(problem.drawn(structures)),
             kept[structures],
             _take_cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
         )
@@ -603,9 +576,9 @@ def sum_rows(
             representation=representation,
             n_processes=problem.n_processes,
             representatives=representatives,
+            whitening=whitening,
             sizes=sizes,
-            species=data.species,
-            baseline=baseline.full,
+            baseline=baseline,
             center=center,
             draws_atoms=problem.draws_atoms,
             chunk=max(int(CHUNK * len(data.source) / data.n_rows), 1),
@@ -620,9 +593,8 @@ def sum_rows(
                 count(n)
     assert total is not None, "there are structures"
     stop_workers()
-    return _scaled(
-        problem, representatives, draw, baseline, total, np.flatnonzero(kept), center, sizes
-    )
+    is_kept = np.flatnonzero(kept)
+    return _scaled(problem, representatives, whitening, total, is_kept, center, sizes)
 
 
 def _take_cached(cache: Sequence[FloatArray], begin: int, end: int) -> FloatArray | None:
@@ -640,12 +612,12 @@ def nested_sizes(r: int) -> list[int]:
     return [m for m in (r // 8, r // 4, r // 2) if SMALLEST <= m < r]
 
 
-def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
+def _keep_structures(problem: TrainingProblem) -> BoolArray:
     """Return the structures whose rows are kept: (n,), random groups that some members lack.
 
     All, if members are drawn freely.
     """
-    data, settings = problem.data, problem.settings
+    data, settings, draw = problem.data, problem.settings, problem.draw
     if settings.draw == "free":
         return np.ones(len(data.source), dtype=bool)
     lacked = (draw.counts == 0).any(axis=1) | (draw.counts.shape[1] == 0)
@@ -657,23 +629,22 @@ def _keep_structures(problem: TrainingProblem, draw: Draw) -> BoolArray:
         data.rows_of_structures[some],
         N_KEPT,
         np.random.default_rng([settings.seed, _KEPT_STREAM]),
-        [has[some] for has in problem.derivatives_of_groups(data.groups)],
+        [has[some] for has in data.derivatives_of_groups(data.groups)],
     )
     return kept
 
 
 def _scaled(
     problem: TrainingProblem,
-    representatives: Representatives,
-    draw: Draw,
-    baseline: Baseline,
+    representatives: Environments,
+    whitening: Whitening,
     total: PartSums,
     kept: IntArray,
     center: float,
     sizes: Sequence[int],
 ) -> Rows:
     """Return sums and kept rows for the kernel scaled by Eq. (17), Musil et al. 2019."""
-    data = problem.data
+    data, draw = problem.data, problem.draw
     scale = unit_scale(1.0, np.array([total.diagonal / len(data.y)]))
     sample = data.take(kept)
     of_target, of_others, diagonals = zip(*total.kept, strict=True)
@@ -681,7 +652,7 @@ def _scaled(
     total.kept.clear()  # there may be no memory for both
     del of_target, of_others
     Phi *= math.sqrt(scale)
-    columns, groups = _columns(sample, data.species, baseline.full, center), np.arange(len(Phi))
+    columns, groups = _columns(sample, problem.baseline, center), np.arange(len(Phi))
     of_points = np.empty(len(Phi), dtype=np.intp)
     for quantity in sample.quantities.values():
         of_points[quantity.rows] = kept[quantity.structure]
@@ -692,16 +663,15 @@ def _scaled(
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
     sums = BlockSums.of(total.sums, draw.n_blocks)
     sums.scale(math.sqrt(scale))
-    whitening = representatives.whitening
-    factor = whitening.factor * math.sqrt(scale)
-    novelty = np.quantile(np.concatenate(total.novelty), _NOT_NOVEL, axis=0)
+    # 99 % of the training structures would not count as extrapolation if they were new.
+    novelty = np.quantile(np.concatenate(total.novelty), 0.99, axis=0)
     return Rows(
-        representatives=replace(representatives, whitening=replace(whitening, factor=factor)),
+        representatives=representatives,
+        whitening=replace(whitening, factor=whitening.factor * math.sqrt(scale)),
         scale=scale,
         sums=sums,
         kept=KeptRows(Phi, columns, rows, groups, draw.take(of_points), np.ones(len(Phi))),
         sample=sample,
-        of_points=of_points,
         center=center,
         k_xx=np.concatenate(diagonals) * scale,
         novelty={m: (float(a), float(b)) for m, (a, b) in zip(sizes, novelty, strict=True)},

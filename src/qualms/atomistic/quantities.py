@@ -7,8 +7,10 @@ are computed is in `labels`, `census` and `forces`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import ase.units
 import numpy as np
 
 from qualms.arrays import Float64Array, IntArray
@@ -29,6 +31,9 @@ class QuantityKind:
     #: structures; for stresses it is often too small by half.
     least: int = 2
     components: tuple[str, ...] = ()
+    convention: str = ""  #: its definition, for messages
+    #: how much larger than with eV and Å the numbers are in units that labels may be in by mistake
+    other_units: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_derivative(self) -> bool:
@@ -50,6 +55,14 @@ KINDS = {
             of_atoms=True,
             least=10,
             components=("x", "y", "z"),
+            convention="Forces are −∂E/∂r in the units of the energy per Å.",
+            other_units={
+                "kcal/mol/Å": ase.units.mol / ase.units.kcal,
+                "kJ/mol/Å": ase.units.mol / ase.units.kJ,
+                "meV/Å": 1e3,
+                "Hartree/Bohr": ase.units.Bohr / ase.units.Hartree,
+                "eV/Bohr": ase.units.Bohr,
+            },
         ),
         # Rows are virials per atom, Vσ/n, in the units of the energy.
         QuantityKind(
@@ -60,6 +73,9 @@ KINDS = {
             noise_per="atom",
             least=3,
             components=("xx", "yy", "zz", "yz", "xz", "xy"),
+            convention="A stress is (1/V) ∂E/∂ε, positive under tension, in the units of the "
+            "energy per Å³.",
+            other_units={"GPa": 1 / ase.units.GPa, "kbar": 10 / ase.units.GPa},
         ),
     )
 }

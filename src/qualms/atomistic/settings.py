@@ -39,10 +39,6 @@ from qualms.features.soap import choose_preset, make_soap
 from qualms.gp.ensemble import MIN_ABSENT
 from qualms.resources import default_threads
 
-#: Posterior members: p has a sampling error of 9 %, or of 18 % if the model has forces.
-_N_POSTERIOR, _N_POSTERIOR_OF_FORCES = 64, 16
-#: Share of the memory of the machine that is used if no limit is given.
-_SHARE = 0.75
 #: Methods of calibration, the default first.
 _CALIBRATIONS = (*reversed(MODEL_METHODS), "auto")
 
@@ -63,7 +59,7 @@ _TBLITE = ("charge", "multiplicity", "accuracy", "electronic_temperature", "max_
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-class Reference(BaseModel):
+class PotentialSettings(BaseModel):
     """A reference potential, whose energies, forces and stresses are subtracted (Δ-learning).
 
     It has names only: nothing is imported before a value of the potential is needed.
@@ -99,7 +95,7 @@ class Reference(BaseModel):
         return _by_number(value)
 
     @model_validator(mode="after")
-    def _known_names(self) -> Reference:
+    def _known_names(self) -> PotentialSettings:
         name = (self.calculator or "").partition(":")[0]
         problem = ""
         if (self.calculator is None) == (self.key is None):
@@ -138,32 +134,23 @@ class Reference(BaseModel):
         return ""
 
 
-def as_reference(value: Any) -> Reference | None:
+def as_potential(value: Any) -> PotentialSettings | None:
     """Return the reference potential that a baseline is or names, or None if it is another one."""
     if isinstance(value, str) and (value == "backbone" or value in CALCULATORS or ":" in value):
         value = {"calculator": value}
     if not isinstance(value, Mapping) or not {"calculator", "key"} & {*value}:
-        return value if isinstance(value, Reference) else None
+        return value if isinstance(value, PotentialSettings) else None
     try:
-        return Reference.model_validate(dict(value))
+        return PotentialSettings.model_validate(dict(value))
     except ValidationError as error:
-        first = error.errors()[0]
-        cause = first.get("ctx", {}).get("error")
-        if isinstance(cause, InputError):
-            raise cause from None
-        name, fields = ".".join(map(str, first["loc"])), [*Reference.model_fields]
-        problem = f"The entry {name!r} of the baseline {value!r} is wrong: {first['msg']}."
-        if first["type"] == "extra_forbidden":
-            problem = f"A reference potential has no entry {name!r}, only {', '.join(fields)}."
-            problem += did_you_mean(name, fields)
-        raise InputError(problem, parameter="baseline") from None
+        raise _first_problem(error, PotentialSettings, "baseline") from None
 
 
 def _by_number(value: Any) -> Any:
     """Return energies of isolated atoms by atomic number; anything else as it is."""
     if not isinstance(value, Mapping):
         return value
-    others = Reference.model_fields
+    others = PotentialSettings.model_fields
     energies = {as_number(z, "baseline", others): energy for z, energy in value.items()}
     for element, energy in energies.items():
         check_number(f"baseline[{chemical_symbols[element]!r}]", energy, -np.inf)
@@ -232,7 +219,7 @@ class Settings(BaseModel):
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )
-    baseline: Reference | _Linear = _model(
+    baseline: PotentialSettings | _Linear = _model(
         "composition",
         '{"composition", "mean", "atoms", "none"}, str or dict',
         "Subtracted before learning: least squares in the composition; a constant; energies of "
@@ -347,20 +334,14 @@ class Settings(BaseModel):
         return self.representation
 
     @property
-    def reference(self) -> Reference | None:
+    def baseline_potential(self) -> PotentialSettings | None:
         """The reference potential, if there is one."""
-        return self.baseline if isinstance(self.baseline, Reference) else None
+        return self.baseline if isinstance(self.baseline, PotentialSettings) else None
 
     @property
     def linear_baseline(self) -> _Linear:
-        """The baseline that is linear in the composition; that of differences from a reference."""
-        return self.baseline.then if isinstance(self.baseline, Reference) else self.baseline
-
-    @property
-    def n_selected(self) -> int:
-        """Number of representatives to select, when it is known."""
-        assert isinstance(self.n_representatives, int), "not yet chosen"
-        return self.n_representatives
+        """The baseline that is linear in the composition; that of differences from a potential."""
+        return self.baseline.then if isinstance(self.baseline, PotentialSettings) else self.baseline
 
     @property
     def n_subsampled(self) -> int:
@@ -372,8 +353,9 @@ class Settings(BaseModel):
         """Number of members that are drawn from the posterior of the full model."""
         if self.uncertainty == "subsampling":
             return 0
-        default = _N_POSTERIOR_OF_FORCES if self.has_forces else _N_POSTERIOR
-        return default if self.n_posterior is None else self.n_posterior
+        if self.n_posterior is not None:
+            return self.n_posterior
+        return 16 if self.has_forces else 64  # p has a sampling error of 18 %, or 9 %
 
     @property
     def learns_forces(self) -> bool:
@@ -399,11 +381,8 @@ class Settings(BaseModel):
 
     def noise_units_of(self, quantity: str) -> str:
         """Return the units of the rows of a quantity, and of its noise."""
-        return (
-            self._per(KINDS[quantity].noise_per)
-            if KINDS[quantity].noise_per
-            else (self.units_of(quantity))
-        )
+        noise_per = KINDS[quantity].noise_per
+        return self._per(noise_per) if noise_per else self.units_of(quantity)
 
     def _per(self, what: str) -> str:
         return f"{self.units}/{what}" if self.units else f"per {what}"
@@ -442,10 +421,10 @@ class Settings(BaseModel):
 
     @field_validator("baseline", mode="before")
     @classmethod
-    def _reference_or_energies(cls, value: Any) -> Any:
-        reference = as_reference(value)
+    def _potential_or_energies(cls, value: Any) -> Any:
+        potential = as_potential(value)
         names = ("composition", "mean", "atoms", "none")
-        if isinstance(value, str) and reference is None and value not in names:
+        if isinstance(value, str) and potential is None and value not in names:
             calculators = [f"{n}:{m}" for n, ms in CALCULATORS.items() for m in ms or ("",)]
             baselines = (
                 *names,
@@ -457,7 +436,7 @@ class Settings(BaseModel):
                 f"path of a calculator, package.module:callable.{did_you_mean(value, baselines)}",
                 parameter="baseline",
             )
-        return _by_number(value) if reference is None else reference
+        return _by_number(value) if potential is None else potential
 
     @field_validator("calibration", mode="before")
     @classmethod
@@ -500,7 +479,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     try:
         settings = Settings.model_validate(dict(values))
     except ValidationError as error:
-        raise _first_problem(error) from None
+        raise _first_problem(error, Settings) from None
     if isinstance(settings.representation, Backbone):  # given by a user, and not by a file
         trusted = settings.representation.trusting()
         settings = settings.model_copy(update={"representation": trusted})
@@ -517,8 +496,8 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
             parameter="resample",
         )
     _check_members(settings)
-    if settings.reference is not None:
-        _check_reference(settings, settings.reference)
+    if settings.baseline_potential is not None:
+        _check_potential(settings, settings.baseline_potential)
     if settings.force_atoms != "auto" and settings.forces is None:
         raise InputError(
             f"`force_atoms={settings.force_atoms!r}` has no meaning, since no `forces` are "
@@ -567,24 +546,24 @@ def _check_members(settings: Settings) -> None:
         )
 
 
-def _check_reference(settings: Settings, reference: Reference) -> None:
+def _check_potential(settings: Settings, potential: PotentialSettings) -> None:
     """Reject a reference potential of a property that is no energy, or in unknown units."""
     if settings.kind != "extensive":
         raise InputError(
-            f"The baseline {reference.name} is a potential of energies; the target is "
+            f"The baseline {potential.name} is a potential of energies; the target is "
             f"{settings.kind}. Use 'none', 'mean' or 'composition' as `baseline`.",
             parameter="baseline",
         )
-    keys = {settings.keys[name]: reference.key_of(name) for name in settings.keys}
+    keys = {settings.keys[name]: potential.key_of(name) for name in settings.keys}
     if any(target == key for target, key in keys.items()):
         raise InputError(
-            f"The baseline has the {reference.name}, which is that of the labels. Name the key of "
+            f"The baseline has the {potential.name}, which is that of the labels. Name the key of "
             "other energies.",
             parameter="baseline",
         )
-    if reference.key is None and settings.units not in ("", *ENERGIES):
+    if potential.key is None and settings.units not in ("", *ENERGIES):
         raise InputError(
-            f"Energies of the baseline {reference.name} cannot be converted to "
+            f"Energies of the baseline {potential.name} cannot be converted to "
             f"`units={settings.units!r}`. Use {', '.join(ENERGIES)}."
             f"{did_you_mean(settings.units, ENERGIES)}",
             parameter="units",
@@ -606,14 +585,13 @@ def with_representation(
     periodic : bool
         Whether most structures are periodic.
     """
-    chosen = ""
-    if isinstance(settings.representation, dict):
+    features, chosen = settings.representation, ""
+    if isinstance(features, dict):
         name, reason = choose_preset(species, settings.kind, periodic=periodic)
-        soap = make_soap({**settings.representation, "preset": name})
+        features = make_soap({**features, "preset": name})
         chosen = f"{name} (chosen for {reason})"
-        settings = settings.model_copy(update={"representation": soap})
-    features = settings.features.resolved(species)
-    return _with_forces(settings.model_copy(update={"representation": features})), chosen
+    update = {"representation": features.resolved(species)}
+    return _with_forces(settings.model_copy(update=update)), chosen
 
 
 def _with_forces(settings: Settings) -> Settings:
@@ -628,17 +606,22 @@ def _with_forces(settings: Settings) -> Settings:
 _PYDANTIC = re.compile(r"^Value error, |^Input should be |\bvalid |, unable to .*")
 
 
-def _first_problem(error: ValidationError) -> InputError:
+def _first_problem(
+    error: ValidationError, kind: type[BaseModel], parameter: str = ""
+) -> InputError:
+    """Return an error about the first field that is wrong, of a class, and its parameter."""
     problems = error.errors()
     problem = problems[0]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         return cause
     name = str(problem["loc"][0]) if problem["loc"] else "settings"
+    what = f"entry of `{parameter}`" if parameter else "parameter"
+    parameter = parameter or name
     if problem["type"] == "extra_forbidden":
-        parameters = [*Settings.model_fields]
+        parameters = [*kind.model_fields]
         similar = did_you_mean(name, parameters) or f" There are {', '.join(parameters)}."
-        return InputError(f"There is no parameter {name!r}.{similar}", parameter=name)
+        return InputError(f"There is no {what} {name!r}.{similar}", parameter=parameter)
     # A value that may be of several types has a problem with each of them.
     expected = [
         _PYDANTIC.sub("", other["msg"])
@@ -646,7 +629,7 @@ def _first_problem(error: ValidationError) -> InputError:
         if other["loc"][:1] == problem["loc"][:1]
     ]
     if problem["type"] == "missing":
-        return InputError(f"`{name}` is missing; it is required.", parameter=name)
+        return InputError(f"`{name}` is missing; it is required.", parameter=parameter)
     for words, better in (("String should have", "a string of"), ("a integer", "an integer")):
         expected = [text.replace(words, better) for text in expected]
     choices = re.findall(r"'([^']*)'", " ".join(expected))
@@ -654,7 +637,7 @@ def _first_problem(error: ValidationError) -> InputError:
     return InputError(
         f"`{name}` cannot be {value!r}; it must be {', or '.join(dict.fromkeys(expected))}."
         f"{did_you_mean(value, choices) if isinstance(value, str) else ''}",
-        parameter=name,
+        parameter=parameter,
     )
 
 
@@ -686,7 +669,7 @@ def parameter_list() -> str:
 def parse_memory(memory: str | float | None) -> float:
     """Return a limit in bytes, given as ``"8GB"``, ``"500 MB"``, ``"16GiB"``, bytes or None."""
     if memory is None:
-        return _SHARE * float(psutil.virtual_memory().total)
+        return 0.75 * float(psutil.virtual_memory().total)
     size: object = memory
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", memory.lower())

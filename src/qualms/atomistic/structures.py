@@ -118,11 +118,9 @@ def split_range(path: str | os.PathLike[str]) -> tuple[Path, slice]:
     if "@" not in file.name or file.exists():
         return file, slice(None)
     name, _, text = str(file).rpartition("@")
-    bounds = (
-        [int(bound) if bound else None for bound in text.split(":")]
-        if (_RANGE.fullmatch(text))
-        else []
-    )
+    bounds: list[int | None] = []
+    if _RANGE.fullmatch(text):
+        bounds = [int(bound) if bound else None for bound in text.split(":")]
     if not bounds or bounds[2:] == [0]:
         raise InputError(
             f"There is no file '{file}', and {text!r} is not a range of structures, such as :50, "
@@ -405,6 +403,18 @@ class Part:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def named(self, message: str) -> str:
+        """Return a message about these structures with their numbers among all, and their files."""
+
+        def name(match: re.Match[str]) -> str:
+            i, frames = int(match["number"]), self.frames
+            text = f"{match['before']}{self.numbers[i]}{match['after']}"
+            if isinstance(frames, FrameFiles):
+                text += f" ('{frames.paths[frames.file[i]]}', frame {frames.number[i]})"
+            return text
+
+        return _NUMBER.sub(name, message)
+
 
 def divided(frames: Sequence[Atoms], size: int) -> list[Part]:
     """Return parts of consecutive structures."""
@@ -422,18 +432,10 @@ def divided_among(frames: Sequence[Atoms], n_workers: int) -> list[Part]:
 @contextmanager
 def numbered(part: Part) -> Iterator[None]:
     """Name structures by their numbers among all, and by their files, in errors."""
-
-    def name(match: re.Match[str]) -> str:
-        i, frames = int(match["number"]), part.frames
-        text = f"{match['before']}{part.numbers[i]}{match['after']}"
-        if isinstance(frames, FrameFiles):
-            text += f" ('{frames.paths[frames.file[i]]}', frame {frames.number[i]})"
-        return text
-
     try:
         yield
     except InputError as error:
-        message, parameter = (_NUMBER.sub(name, text) for text in (str(error), error.parameter))
+        message, parameter = part.named(str(error)), part.named(error.parameter)
         raise InputError(message, parameter=parameter) from error
 
 
@@ -596,10 +598,10 @@ def fingerprints(frames: Iterable[Atoms]) -> list[bytes]:
     return digests
 
 
-def data_hashes(frames: Iterable[Atoms], values: Iterable[ArrayLike]) -> list[bytes]:
-    """Return 16 bytes for each structure and its labels (NaN for none)."""
+def data_hashes(prints: Iterable[bytes], values: Iterable[ArrayLike]) -> list[bytes]:
+    """Return 16 bytes for each structure, by its fingerprint, and its labels (NaN for none)."""
     digests = []
-    for print_, labels in zip(fingerprints(frames), values, strict=True):
+    for print_, labels in zip(prints, values, strict=True):
         flat = np.ravel(np.asarray(labels, dtype=np.float64)) + 0.0
         flat[np.isnan(flat)] = np.nan  # there are many bit patterns of NaN
         content = print_ + flat.astype("<f8").tobytes()

@@ -25,7 +25,7 @@ import math
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -129,13 +129,13 @@ _ROUNDING, _TINY = 1e-10, 1e-12
 def fit(
     frames: Sequence[Atoms],
     settings: Settings,
-    groups: Sequence[object] | str | None = None,
+    groups: Sequence[object] | str | None,
     *,
-    workers: Workers | None = None,
-    threads: int = 1,
-    stages: Stages | None = None,
-    reference: BaselinePotential | None = None,
-    skip_failed: bool = False,
+    workers: Workers,
+    threads: int,
+    stages: Stages,
+    potential: BaselinePotential | None,
+    skip_failed: bool,
 ) -> Fitted:
     """Train a model on labelled structures and calibrate it on out-of-bag points.
 
@@ -144,21 +144,20 @@ def fit(
     frames : sequence of Atoms
         In memory, or in files that are read part by part.
     settings : Settings
-    groups : sequence or str, optional
+    groups : sequence or str or None
         Labels of structures that are in or out of a subsample together, or their key in
         ``atoms.info``.
-    workers : Workers, optional
-        Compute parts; by default this process.
+    workers : Workers
+        Compute parts.
     threads : int
         Cores of this process.
-    stages : Stages, optional
+    stages : Stages
         Shows the progress.
-    reference : BaselinePotential, optional
+    potential : BaselinePotential or None
         The model learns the differences of the labels from it.
     skip_failed : bool
         Whether structures for which the potential fails are left out, rather than an error.
     """
-    stages, workers = stages or Stages(), workers or Workers(threads=threads)
     workers.check(frames.paths if isinstance(frames, FrameFiles) else ())
     with limited(threads):
         census = take_census(
@@ -167,24 +166,25 @@ def fit(
             groups,
             workers=workers,
             stages=stages,
-            reference=reference,
+            potential=potential,
             skip_failed=skip_failed,
         )
         problem = resolve(settings, census, workers, threads)
-        problem, draw, baseline = draw_members(problem)
         features = fit_features(problem, stages)
-        representatives, cache = pick_representatives(problem, features, workers, stages)
-        rows = sum_rows(problem, features, representatives, draw, baseline, cache, workers, stages)
-        model = fit_best_size(rows, problem, stages)
-        ensemble = fit_ensemble(model, problem, baseline, stages)
-        return calibrate(ensemble, problem, features, stages)
+        points, whitening, cache = pick_representatives(problem, features, workers, stages)
+        rows = sum_rows(problem, features, points, whitening, cache, workers, stages)
+        rows, full, size_curve = fit_best_size(rows, problem, stages)
+        ensemble = fit_ensemble(rows, full, problem, stages)
+        return calibrate(ensemble, problem, features, size_curve, stages)
 
 
 # --- what is open before the census, and the draw of members --------------------------------------
 
 
 def resolve(settings: Settings, census: Census, workers: Workers, threads: int) -> TrainingProblem:
-    """Choose everything that is open: representation, forces, baseline, size, and memory.
+    """Choose everything that is open, within the memory, and draw the members.
+
+    Open are the representation, the forces, the baseline, and the number of representatives.
 
     Parameters
     ----------
@@ -209,22 +209,25 @@ def resolve(settings: Settings, census: Census, workers: Workers, threads: int) 
     if isinstance(settings.force_atoms, int):
         data = thinned(data, settings.force_atoms, settings.seed)
     settings = _with_baseline(settings, data, census.isolated)
-    requested, size_limit = settings.n_representatives, ""
-    if settings.n_representatives == "auto":
-        n, size_limit = _largest_size(settings, data, limit)
-        settings = settings.model_copy(update={"n_representatives": n})
+    if isinstance(settings.n_representatives, int):
+        M, size_limit = min(settings.n_representatives, data.n_environments), ""
+    else:
+        M, size_limit = _largest_size(settings, data, limit)
     may_cache, n_processes = workers.executor is None, threads if workers.executor is None else 1
-    while n_processes > 1 and memory_needed(settings, data, n_processes).together > limit:
+    while n_processes > 1 and memory_needed(settings, data, M, n_processes).together > limit:
         n_processes //= 2
-    kept = memory_needed(settings, data, n_processes, cached=True).together
+    with_cache = memory_needed(settings, data, M, n_processes, cached=True).together
+    data, draw, baseline = draw_members(settings, data, census.isolated)
     problem = TrainingProblem(
         settings=settings,
         data=data,
         census=census,
-        n_requested=requested,
-        preset=preset,
+        draw=draw,
+        baseline=baseline,
+        n_representatives=M,
         size_limit=size_limit,
-        cached=may_cache and kept <= limit,
+        preset=preset,
+        cached=may_cache and with_cache <= limit,
         n_processes=n_processes,
     )
     _announce(problem, workers, limit)
@@ -242,8 +245,8 @@ def _with_baseline(
         return settings
     if settings.kind == "extensive" and {*species} <= {*isolated}:
         log.info("Baseline: energies of isolated atoms, since compositions do not determine them.")
-        reference = settings.reference
-        atoms = "atoms" if reference is None else reference.model_copy(update={"then": "atoms"})
+        potential = settings.baseline_potential
+        atoms = "atoms" if potential is None else potential.model_copy(update={"then": "atoms"})
         return settings.model_copy(update={"baseline": atoms})
     warn(
         f"The training set has too few compositions to determine {settings.target!r} of each of "
@@ -263,28 +266,39 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     limit = min(limits, key=limits.__getitem__)
     n = limits[limit]
     while n > SMALLEST:
-        tried = settings.model_copy(update={"n_representatives": n})
         # That of one process, so that the number does not depend on workers.
-        if memory_needed(tried, data).together <= memory:
+        if memory_needed(settings, data, n).together <= memory:
             break
         n, limit = max(n // 2, SMALLEST), "the memory"
     return n, limit
 
 
-def draw_members(problem: TrainingProblem) -> tuple[TrainingProblem, Draw, Baseline]:
+def draw_members(
+    settings: Settings, data: TrainingSet, isolated: Mapping[int, float]
+) -> tuple[TrainingSet, Draw, Baseline]:
     """Draw the members, and fit their baselines; reject data that are too few.
 
-    Structures are then in the order of their blocks, so that a part of them has few blocks, unless
-    atoms are drawn. Structures of a group are drawn together. A member that lacks an element, and
-    so does not determine its baseline, gets the few groups that do.
+    Structures are returned in the order of their blocks, so that a part of them has few blocks,
+    unless atoms are drawn. Structures of a group are drawn together. A member that lacks an
+    element, and so does not determine its baseline, gets the few groups that do.
+
+    Parameters
+    ----------
+    settings : Settings
+    data : TrainingSet
+    isolated : mapping of int to float
+        Energies of isolated atoms by atomic number.
     """
-    settings, data, rows = problem.settings, problem.data, problem.rows
-    groups = np.arange(len(rows)) if problem.draws_atoms else data.groups
+    draws_atoms = settings.resample == "atoms"
+    rows = data.quantities[TARGET].structure
+    groups = data.groups
+    if draws_atoms:
+        rows = groups = np.arange(len(data.y))
     n_groups = len(np.unique(groups))
     if n_groups < 2:
-        what = "labelled atoms" if problem.draws_atoms else "different labelled structures"
+        what = "labelled atoms" if draws_atoms else "different labelled structures"
         name, hint = "frames", ""
-        if len(np.unique(data.copies)) > 1 and not problem.draws_atoms:
+        if len(np.unique(data.copies)) > 1 and not draws_atoms:
             name, what = "groups", "groups of structures"
         elif len(data.source) > 1:
             hint = " All structures are copies of one."
@@ -294,7 +308,7 @@ def draw_members(problem: TrainingProblem) -> tuple[TrainingProblem, Draw, Basel
         )
     kinds = None
     if settings.learns_forces:
-        kinds = sum(2**k * has for k, has in enumerate(problem.derivatives_of_groups(groups)))
+        kinds = sum(2**k * has for k, has in enumerate(data.derivatives_of_groups(groups)))
     draw = draw_blocks(
         groups,
         np.random.default_rng([settings.seed, _BLOCK_STREAM]),
@@ -318,12 +332,12 @@ def draw_members(problem: TrainingProblem) -> tuple[TrainingProblem, Draw, Basel
         species=data.species,
         kind=settings.kind,
         counts=draw.counts[rows],
-        isolated=problem.census.isolated,
+        isolated=isolated,
     )
-    if not problem.draws_atoms:
+    if not draws_atoms:
         order = np.argsort(draw.block, kind="stable")
-        problem, draw = replace(problem, data=data.take(order)), draw.take(order)
-    return problem, draw, baseline
+        data, draw = data.take(order), draw.take(order)
+    return data, draw, baseline
 
 
 def _check_out_of_bag(settings: Settings, counts: IntArray, *, anchored: bool) -> None:
@@ -362,7 +376,7 @@ class MemoryNeeded(NamedTuple):
 
 
 def memory_needed(
-    settings: Settings, data: TrainingSet, n_workers: int = 1, *, cached: bool = False
+    settings: Settings, data: TrainingSet, M: int, n_workers: int = 1, *, cached: bool = False
 ) -> MemoryNeeded:
     """Return the memory of a training, by the largest arrays of its stages.
 
@@ -373,13 +387,14 @@ def memory_needed(
     ----------
     settings : Settings
     data : TrainingSet
+    M : int
+        Number of representatives, at most that of environments.
     n_workers : int
         Workers, or processes that compute features.
     cached : bool
         Whether features of all environments are kept in memory.
     """
-    n, M = data.n_environments, min(settings.n_selected, data.n_environments)
-    d, d_raw = n_features(settings, data)
+    n, (d, d_raw) = data.n_environments, n_features(settings, data, M)
     size, square = settings.features.dtype.itemsize, 8.0 * M**2
     free = settings.draw == "free"
     n_blocks = n_blocks_of(settings.n_subsampled, data.n_rows, free=free)
@@ -387,7 +402,7 @@ def memory_needed(
     n_rows = min(data.n_rows, N_KEPT + int(data.rows_of_structures.max()))
     n_rows = data.n_rows if free else n_rows
     kept = 8.0 * n_rows * M
-    environments = min(part_size(settings, data, d), n)
+    environments = min(part_size(settings, data, M, d), n)
     n_parts = -(-n // environments)
     base = 0.5e9 + settings.features.overhead
     base += (400.0 + 16.0 * len(data.species) + 24.0 * settings.n_members) * len(data.source)
@@ -428,17 +443,17 @@ def memory_needed(
 
 def _announce(problem: TrainingProblem, workers: Workers, limit: float) -> None:
     """Log the memory that is needed; reject a training for which it does not suffice."""
-    settings, data, n = problem.settings, problem.data, problem.n_processes
-    needed = memory_needed(settings, data, n, cached=problem.cached)
+    settings, data, M = problem.settings, problem.data, problem.n_representatives
+    needed = memory_needed(settings, data, M, problem.n_processes, cached=problem.cached)
     total, workers_text = needed.together, ""
     if workers.executor is not None:
-        total = memory_needed(settings, data, workers.number).driver
+        total = memory_needed(settings, data, M, workers.number).driver
         each = counted(workers.number, "worker")
         workers_text = f", and {format_size(needed.worker)} for each of {each}"
     how = "kept" if problem.cached else "computed twice"
     log.info(
-        f"{data.n_environments:,} environments × {n_features(settings, data)[0]:,} features "
-        f"({how}), {data.n_rows:,} labels, {settings.n_selected:,} representatives: about "
+        f"{data.n_environments:,} environments × {n_features(settings, data, M)[0]:,} features "
+        f"({how}), {data.n_rows:,} labels, {M:,} representatives: about "
         f"{format_size(total)} of memory (limit {format_size(limit)}){workers_text}."
     )
     if total > limit:
@@ -465,21 +480,7 @@ def format_size(n: float) -> str:
 # --- the sparse Gaussian process ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SparseModel:
-    """The full model of all rows."""
-
-    rows: Rows
-    full: FullModel
-    size_curve: dict[int, float] = field(default_factory=dict)  #: out-of-bag error for numbers
-
-    @property
-    def scale(self) -> float:
-        """Square root of the prior variance."""
-        return float(self.full.scale[0])
-
-
-def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
+def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> FullModel:
     """Select the noise variance of each quantity and solve the full model.
 
     The prior variance of the weights gives the target its variance, Eq. (17), Musil et al. 2019; or
@@ -502,23 +503,26 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Sp
     if not wrong:  # or there are no derivatives
         free = [n for n in noise if KINDS[n].is_derivative and isinstance(noise[n], str)]
         check_noise({name: full.noise[name] for name in free}, rows.sample, settings)
-    return SparseModel(rows, full)
+    return full
 
 
-def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float64Array, IntArray]:
+def left_out_errors(
+    rows: Rows, full: FullModel, name: str, n_rows: float
+) -> tuple[Float64Array, IntArray]:
     """Return errors of the full model without the group of a row, and the groups.
 
     They are the errors of some groups, with all representatives.
 
     Parameters
     ----------
-    model : SparseModel
+    rows : Rows
+    full : FullModel
     name : str
         Quantity that the groups have labels of.
     n_rows : float
         Number of rows that the groups have together, about.
     """
-    kept, full = model.rows.kept, model.full
+    kept = rows.kept
     codes = np.unique(kept.groups, return_inverse=True)[1]
     of_rows = codes[kept.rows[name]]
     groups = of_rows[np.sort(np.unique(of_rows, return_index=True)[1])]  # random: block by block
@@ -532,10 +536,12 @@ def left_out_errors(model: SparseModel, name: str, n_rows: float) -> tuple[Float
         groups=codes[some],
     )
     of_quantity = np.isin(some, kept.rows[name])
-    return left_out.residuals[of_quantity, 0] * model.scale, codes[some[of_quantity]]
+    return left_out.residuals[of_quantity, 0] * full.scale[0], codes[some[of_quantity]]
 
 
-def fit_best_size(rows: Rows, problem: TrainingProblem, stages: Stages) -> SparseModel:
+def fit_best_size(
+    rows: Rows, problem: TrainingProblem, stages: Stages
+) -> tuple[Rows, FullModel, dict[int, float]]:
     """Fit the full model; choose the number of representatives, if it is to be chosen.
 
     The models of the leading half, quarter and eighth of the representatives are fitted as well.
@@ -548,38 +554,46 @@ def fit_best_size(rows: Rows, problem: TrainingProblem, stages: Stages) -> Spars
     rows : Rows
     problem : TrainingProblem
     stages : Stages
+
+    Returns
+    -------
+    rows : Rows
+        Of the representatives that are chosen.
+    full : FullModel
+    size_curve : dict of int to float
+        Errors of the numbers of representatives that were compared; empty if one was given.
     """
     settings, quantities = problem.settings, problem.data.quantities
-    model = chosen = fit_sparse_model(rows, problem, stages)
-    r = len(rows.representatives)
+    full, r = fit_sparse_model(rows, problem, stages), len(rows.representatives)
     if len(rows.novelty) == 1:
-        return model
+        return rows, full, {}
     name = max(quantities, key=lambda name: len(quantities[name].y))
     n_left_out = max(1e11 / r**2, 1000)  # a minute of multiplications at most
 
-    def error(model: SparseModel) -> float:
-        z, groups = left_out_errors(model, name, n_left_out)
+    def error(rows: Rows, full: FullModel) -> float:
+        z, groups = left_out_errors(rows, full, name, n_left_out)
         means = group_means(np.abs(z), groups)
         return math.exp(typical_log(means)) / 4  # of equal errors: these
 
-    curve, enough = {r: error(model)}, True
+    chosen, curve, enough = (rows, full), {r: error(rows, full)}, True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what concerns the data was said before
         for size in sorted(rows.novelty, reverse=True)[1:]:
-            model = fit_sparse_model(rows.leading(size), problem, stages)
-            of_double, curve[size] = curve[min(curve)], error(model)
+            nested = rows.leading(size)
+            full = fit_sparse_model(nested, problem, stages)
+            of_double, curve[size] = curve[min(curve)], error(nested, full)
             enough = enough and of_double > (1 - _GAIN[settings.effort]) * curve[size]
-            chosen = model if enough else chosen
+            chosen = (nested, full) if enough else chosen
     curve = dict(sorted(curve.items()))
     limit = _size_limit(problem, r)
-    text = describe_size(len(chosen.rows.representatives), curve, limit, settings, name)
+    text = describe_size(len(chosen[0].representatives), curve, limit, settings, name)
     log.info(f"Representatives: {text}.")
-    return replace(chosen, size_curve=curve)
+    return *chosen, curve
 
 
 def _size_limit(problem: TrainingProblem, r: int) -> str:
     """Return the limit of the number of representatives that is chosen."""
-    if problem.size_limit and r < 0.9 * problem.settings.n_selected:  # many were dropped
+    if problem.size_limit and r < 0.9 * problem.n_representatives:  # many were dropped
         return "their linear dependence"
     return problem.size_limit
 
@@ -591,40 +605,43 @@ def _size_limit(problem: TrainingProblem, r: int) -> str:
 class TrainedEnsemble:
     """The full model, and the members that are trained on subsamples."""
 
-    model: SparseModel
-    baseline: Baseline
+    rows: Rows
+    full: FullModel
     weights: Float64Array  #: (r, S): of the whitened kernel rows
     intercepts: Float64Array  #: (S,)
     members: dict[str, Float64Array]  #: (n, S): predictions of the kept rows of each quantity
 
+    @property
+    def scale(self) -> float:
+        """Square root of the prior variance."""
+        return float(self.full.scale[0])
+
 
 def fit_ensemble(
-    model: SparseModel, problem: TrainingProblem, baseline: Baseline, stages: Stages
+    rows: Rows, full: FullModel, problem: TrainingProblem, stages: Stages
 ) -> TrainedEnsemble:
     """Solve all members, and predict the rows that are kept by each.
 
     Parameters
     ----------
-    model : SparseModel
+    rows : Rows
+    full : FullModel
     problem : TrainingProblem
-    baseline : Baseline
     stages : Stages
     """
-    settings, rows, sample = problem.settings, model.rows, model.rows.sample
-    S, r = settings.n_subsampled, len(rows.representatives)
+    baseline, sample = problem.baseline, rows.sample
+    S, r = problem.settings.n_subsampled, len(rows.representatives)
     columns = np.zeros((len(baseline.full) + 2, 1, S))
     columns[0], columns[1:-1, 0] = 1.0, baseline.full[:, None] - baseline.members
     with stages.stage("Members"), few_threads(problem.data.n_rows, r):
-        centered = settings.linear_baseline != "none"
-        full, solved, means = fit_members(
-            model.full, rows.sums, rows.kept, columns, centered=centered
-        )
+        centered = baseline.name != "none"
+        full, solved, means = fit_members(full, rows.sums, rows.kept, columns, centered=centered)
         weights, intercepts = solved[:, 0], rows.center + means[0]
         predicted = rows.kept.Phi @ weights
         of_target = baseline.predict_members(sample.design(problem.data.species))
         predicted[: len(sample.y)] += intercepts + of_target
     members = {name: predicted[q.rows] for name, q in sample.quantities.items()}
-    return TrainedEnsemble(replace(model, full=full), baseline, weights, intercepts, members)
+    return TrainedEnsemble(rows, full, weights, intercepts, members)
 
 
 # --- out-of-bag points and calibrations ---
@@ -648,22 +665,12 @@ class OutOfBagRows:
         return enough
 
 
-def predict_out_of_bag(
-    model: SparseModel, settings: Settings, members: Mapping[str, Float64Array]
-) -> dict[str, OutOfBagRows]:
-    """Return predictions of kept rows by members and the full model, for each quantity.
-
-    Parameters
-    ----------
-    model : SparseModel
-    settings : Settings
-    members : mapping of str to (n, S) array
-        Predictions of the kept rows of each quantity by all members.
-    """
-    rows, out_of_bag = model.rows, {}
+def predict_out_of_bag(ensemble: TrainedEnsemble, settings: Settings) -> dict[str, OutOfBagRows]:
+    """Return predictions of kept rows by members and the full model, for each quantity."""
+    rows, out_of_bag = ensemble.rows, {}
     full = None
     if settings.centre != "members" or settings.n_drawn:
-        full = _leave_all_out(model, settings)
+        full = _leave_all_out(ensemble, settings)
     for name, quantity in rows.sample.quantities.items():
         of_quantity = None if full is None else full.some(quantity.rows)
         if of_quantity is not None and (
@@ -672,31 +679,31 @@ def predict_out_of_bag(
             of_quantity = replace(of_quantity, novelty_std=None)  # not known, or not of predictions
         absent = rows.kept.draw.counts[quantity.rows] == 0
         groups = rows.kept.groups[quantity.rows]
-        out_of_bag[name] = OutOfBagRows(quantity, members[name], absent, groups, of_quantity)
+        out_of_bag[name] = OutOfBagRows(
+            quantity, ensemble.members[name], absent, groups, of_quantity
+        )
     return out_of_bag
 
 
-def _leave_all_out(model: SparseModel, settings: Settings) -> FullModelData:
+def _leave_all_out(ensemble: TrainedEnsemble, settings: Settings) -> FullModelData:
     """Return the full model without each group of rows that are kept, and its representatives."""
-    rows, kept = model.rows, model.rows.kept
-    owners, whitening = _owners(model), rows.representatives.whitening
+    rows, kept, whitening = ensemble.rows, ensemble.rows.kept, ensemble.rows.whitening
+    owners = _owners(rows)
     # Novelty is known for rows of the target alone; it is zero elsewhere.
     q2, n, m = np.zeros(len(kept.Phi)), len(rows.k_xx), n_leading(kept.Phi.shape[1])
     q2[:n] = novelty_without_own(kept.Phi[:n], rows.k_xx, whitening, kept.groups[:n], owners, m)
     drawn = settings.n_drawn > 0
-    return leave_groups_out(model.full, kept, whitening, owners, np.sqrt(q2), drawn)[0]
+    return leave_groups_out(ensemble.full, kept, whitening, owners, np.sqrt(q2), drawn)[0]
 
 
-def _owners(model: SparseModel) -> IntArray:
+def _owners(rows: Rows) -> IntArray:
     """Return the group, among those of kept rows, of each representative; −1 for none."""
-    rows, environments = model.rows, model.rows.representatives.environments
-    structures = rows.sample.groups[rows.sample.quantities[TARGET].structure]
-    n = len(rows.sample.y)
+    sample, n = rows.sample, len(rows.sample.y)
+    structures = sample.groups[sample.quantities[TARGET].structure]
     if np.array_equal(structures, rows.kept.groups[:n]):
-        return environments.groups
+        return rows.representatives.groups
     # Single atoms are left out.
-    sample, centers = rows.sample, rows.sample.centers or []
-    source = np.repeat(sample.source, sample.environments)
+    centers, source = sample.centers or [], np.repeat(sample.source, sample.environments)
     row_of = dict(
         zip(
             zip(source.tolist(), np.concatenate(centers).tolist(), strict=True),
@@ -705,7 +712,7 @@ def _owners(model: SparseModel) -> IntArray:
         )
     )
     return np.array(
-        [row_of.get((int(s), int(a)), -1) for s, a in environments.origins], dtype=np.intp
+        [row_of.get((int(s), int(a)), -1) for s, a in rows.representatives.origins], dtype=np.intp
     )
 
 
@@ -739,7 +746,8 @@ def collect_points(name: str, of: OutOfBagRows, centre: float, source: IntArray)
     quantity = of.quantity
     if of.full is not None:
         of = replace(of, full=replace(of.full, centre=centre))
-    points = _points(of) if not KINDS[name].is_derivative else _components(of)
+    n_components = KINDS[name].n_components
+    points = _components(of, n_components) if n_components > 1 else _points(of)
     assert points.rows is not None
     element = None
     if quantity.species is not None:
@@ -756,7 +764,7 @@ def _points(of: OutOfBagRows, y: Float64Array | None = None) -> CalibrationData:
     return calibration_data(y, of.members, of.absent, full=of.full, groups=of.groups)
 
 
-def _components(of: OutOfBagRows) -> CalibrationData:
+def _components(of: OutOfBagRows, n_components: int) -> CalibrationData:
     """Return points of components of forces or stresses, with the uncertainties of the vectors."""
     quantity, full = of.quantity, of.full
     some, factor = np.flatnonzero(asymmetric(of)), quantity.factor
@@ -779,7 +787,6 @@ def _components(of: OutOfBagRows) -> CalibrationData:
     if full is not None and points.posterior_std is not None:
         p = (_pooled(quantity, full.posterior_std) * factor)[used]
     assert quantity.multiplicity is not None
-    n_components = 6 if np.any(quantity.multiplicity > 1) else 3
     return replace(
         points,
         rows=used,
@@ -842,37 +849,28 @@ def calibrate_quantities(
     """
     n = {"n_subsampled": settings.n_subsampled, "n_posterior": settings.n_drawn}
     target = out_of_bag[TARGET]
-    available = int(np.count_nonzero(target.used))
-    method = with_enough_points(settings.calibration, available)
+    n_available = len(np.unique(target.quantity.structure[target.used]))
+    method = with_enough_points(settings.calibration, int(np.count_nonzero(target.used)))
     points: dict[str, CalibrationData] = {}
     calibrations: dict[str, QuantityCalibration] = {}
     for name, of in out_of_bag.items():
-        if KINDS[name].is_derivative:
-            n_structures = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
-            n_available = len(np.unique(target.quantity.structure[target.used]))
-            if _too_few(name, n_structures, n_available, method):
-                continue
-            try:
-                points[name] = collect_points(name, of, centre, source)
-                calibrations[name] = calibrate_points(points[name], method, **n)
-            except CalibrationError as error:
-                points.pop(name, None)
-                if method != "none":
-                    warn(f"{name}: {error} The factor that calibrates energies is used.")
+        if name != TARGET and _too_few(name, of, n_available, method):
             continue
         try:
-            if is_constant:
-                raise _ConstantTargetError
+            if name == TARGET and is_constant:
+                raise CalibrationError("All targets are the same.")
             points[name] = collect_points(name, of, centre, source)
             if method == "auto":
                 method = fit_best(points[name], MODEL_METHODS).method
             calibrations[name] = calibrate_points(points[name], method, **n)
         except CalibrationError as error:
             points.pop(name, None)
-            if isinstance(error, _ConstantTargetError):
-                warn(
-                    "All targets are the same: there is nothing to learn, and the uncertainty is 0."
-                )
+            if name != TARGET:
+                if method != "none":
+                    warn(f"{name}: {error} The factor that calibrates energies is used.")
+                continue
+            if is_constant:
+                warn(f"{error} There is nothing to learn, and the uncertainty is 0.")
             elif method != "none" and not isinstance(error, ExactFitError):
                 remedy = "A model with `uncertainty='posterior'` needs no subsamples."
                 raise CalibrationError(f"{error} {remedy}") from None
@@ -884,15 +882,12 @@ def calibrate_quantities(
     return points, calibrations, method
 
 
-class _ConstantTargetError(CalibrationError):
-    """All targets are the same."""
-
-
-def _too_few(name: str, n: int, available: int, method: str) -> bool:
-    """Return whether n out-of-bag structures are too few for a calibration, with a warning."""
+def _too_few(name: str, of: OutOfBagRows, n_available: int, method: str) -> bool:
+    """Return whether a derivative has too few structures for a calibration, with a warning."""
+    n = len(np.unique(of.quantity.structure[asymmetric(of) & of.used]))
     least = KINDS[name].least
-    too_few = n < min(least, available)
-    if method != "none" and n < min(10, available):
+    too_few = n < min(least, n_available)
+    if method != "none" and n < min(10, n_available):
         effect = "the calibration is poorly determined."
         if too_few:
             effect = f"{least} are needed to calibrate; the factor of energies is used."
@@ -950,6 +945,7 @@ def calibrate(
     ensemble: TrainedEnsemble,
     problem: TrainingProblem,
     representation: Representation,
+    size_curve: Mapping[int, float],
     stages: Stages,
 ) -> Fitted:
     """Choose what is predicted, add posterior members, and calibrate each quantity out of bag.
@@ -959,73 +955,76 @@ def calibrate(
     ensemble : TrainedEnsemble
     problem : TrainingProblem
     representation : Representation
+    size_curve : mapping of int to float
+        Out-of-bag errors of the numbers of representatives that were compared.
     stages : Stages
     """
-    settings, model, baseline = problem.settings, ensemble.model, ensemble.baseline
-    rows, sample, r = model.rows, model.rows.sample, len(model.rows.representatives)
+    settings, baseline = problem.settings, problem.baseline
+    rows, sample, whitening = ensemble.rows, ensemble.rows.sample, ensemble.rows.whitening
+    r = len(rows.representatives)
     with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):
-        out_of_bag = predict_out_of_bag(model, settings, ensemble.members)
+        out_of_bag = predict_out_of_bag(ensemble, settings)
         centre = choose_centre(out_of_bag, settings)
         points, calibrations, method = calibrate_quantities(
             out_of_bag, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
         )
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
     settings = settings.model_copy(update={"calibration": method})
-    whitening, environments = rows.representatives.whitening, rows.representatives.environments
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     members = ensemble.weights[:, None]
     columns = predictive_weights(
-        model.full, members, centre, settings.n_drawn, rng, whitening.pivots
+        ensemble.full, members, centre, settings.n_drawn, rng, whitening.pivots
     )[:, 0]
     packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
-        settings=settings.model_copy(update={"n_representatives": problem.n_requested}),
+        settings=settings,
         representation=representation.exact(),  # predictions are float64
-        representatives=environments.features,
-        origins=environments.origins,
+        representatives=rows.representatives.features,
+        origins=rows.representatives.origins,
         kernel_scale=rows.scale,
         # Row-major, as in a file: the order in memory decides how products are rounded.
         weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
         intercepts=centred(ensemble.intercepts, np.asarray(rows.center), centre, none),
-        pp_weights=np.ascontiguousarray(whitening.kernel_weights(model.full.weights[:, 0])),
+        pp_weights=np.ascontiguousarray(whitening.kernel_weights(ensemble.full.weights[:, 0])),
         pp_intercept=rows.center,
         baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations=calibrations,
         points=points,
-        pp_variance=_projected_variance(model, settings) if settings.keep_pp else None,
+        pp_variance=_projected_variance(ensemble, settings) if settings.keep_pp else None,
         training_novelty=rows.novelty[r],
         largest_ensemble_std=largest_std(points.get(TARGET), settings),
-        record=_record(problem, model, points, centre, stages),
+        record=_record(problem, ensemble, points, centre, size_curve, stages),
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
             packages={
                 "qualms": qualms.__version__,
                 **{name: version(name) for name in packages},
-                **calculator_version(settings.reference),
+                **calculator_version(settings.baseline_potential),
             },
             data_digest=problem.census.digest,
         ),
     )
 
 
-def _projected_variance(model: SparseModel, settings: Settings) -> ProjectedVariance:
+def _projected_variance(ensemble: TrainedEnsemble, settings: Settings) -> ProjectedVariance:
     precision: Any = np.float64 if settings.learns_forces else np.float32
-    process = model.full.process
-    factors = (model.rows.representatives.whitening.factor, process.factor)
+    process = ensemble.full.process
+    factors = (ensemble.rows.whitening.factor, process.factor)
     whitening, posterior = (np.ascontiguousarray(f, dtype=precision) for f in factors)
-    return ProjectedVariance(whitening, posterior, process.noise_variance, model.scale**2)
+    return ProjectedVariance(whitening, posterior, process.noise_variance, ensemble.scale**2)
 
 
 def _record(
     problem: TrainingProblem,
-    model: SparseModel,
+    ensemble: TrainedEnsemble,
     points: Mapping[str, CalibrationData],
     centre: float,
+    size_curve: Mapping[int, float],
     stages: Stages,
 ) -> Record:
-    census, quantities, kept = problem.census, {}, model.rows.kept
+    census, quantities, rows, kept = problem.census, {}, ensemble.rows, ensemble.rows.kept
     for name, quantity in problem.data.quantities.items():
         of = points.get(name)
         z = None if of is None else of.residuals
@@ -1037,7 +1036,7 @@ def _record(
             n_out_of_bag_structures=n_structures,
             rmse=None if z is None else float(np.sqrt(np.mean(z**2))),
             mae=None if z is None else float(np.mean(np.abs(z))),
-            noise=float(np.sqrt(model.full.noise[name])),
+            noise=float(np.sqrt(ensemble.full.noise[name])),
         )
     states = census.states
     return Record(
@@ -1048,10 +1047,10 @@ def _record(
         state=dict(*states) if len(states) == 1 else None,
         quantities=quantities,
         centre=centre,
-        effective_rank=len(model.rows.representatives),
+        effective_rank=len(rows.representatives),
         preset=problem.preset,
-        size_curve=model.size_curve,
-        size_limit=_size_limit(problem, max(model.rows.novelty)),
-        target_std=float(np.sqrt(np.mean(kept.y[kept.rows[TARGET]] ** 2))) or model.scale,
+        size_curve=dict(size_curve),
+        size_limit=_size_limit(problem, max(rows.novelty)),
+        target_std=float(np.sqrt(np.mean(kept.y[kept.rows[TARGET]] ** 2))) or ensemble.scale,
         seconds=dict(stages.seconds),
     )
