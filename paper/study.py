@@ -227,6 +227,7 @@ class TrainedOnce:
             self.problem,
             self.representation,
             representatives,
+            representatives,
             whitening,
             cache,
             workers,

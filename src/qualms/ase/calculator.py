@@ -21,7 +21,6 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from typing import Any, Protocol
@@ -270,7 +269,7 @@ class ModelCalculator(UncertaintyCalculator):
         check_model(model.fitted)
         (chunk,) = model.chunks([atoms], features=False)
         if self._potential is None:
-            self._potential = [replace(k, weights=k.weights @ c[:, None]) for k in model.potential]
+            self._potential = [term.combined(c[:, None]) for term in model.potential]
         with limited(model.threads, len(atoms)):
             learned = derivatives(self._potential, [atoms], strain=stress)
         baselines = model.fitted.with_baseline(np.zeros((1, len(c))), chunk.design)[0]

@@ -156,11 +156,12 @@ class Fitted:
 
     settings: Settings
     representation: Representation
-    representatives: FloatArray  #: (r, d)
+    representatives: FloatArray  #: (r, d); if labels are the basis, novelty alone depends on them
     origins: IntArray  #: (r, 2): structure, as given to ``fit``, and atom of each representative
     kernel_scale: float  #: factor of Eq. (17), Musil et al. 2019
     #: (r, N_R): of each member, in the units of the target (per atom): first the subsampled ones,
     #: then those drawn from the posterior. Both have the weights of the prediction as their mean.
+    #: If labels are the basis, (p, N_R), of packed squares of features.
     weights: Float64Array
     intercepts: Float64Array  #: (N_R,)
     pp_weights: Float64Array  #: (r,): kernel weights of the full projected process
@@ -175,6 +176,11 @@ class Fitted:
     largest_ensemble_std: float  #: largest ensemble standard deviation of an out-of-bag point
     record: Record
     provenance: Provenance
+
+    @property
+    def has_label_basis(self) -> bool:
+        """Whether labels span the model, so that weights belong to packed squares of features."""
+        return self.settings.basis == "labels"
 
     @property
     def per_atom(self) -> bool:

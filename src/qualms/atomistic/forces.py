@@ -16,24 +16,24 @@ quadratic form in x, which takes less time if it has fewer elements than the rep
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from ase import Atoms
 from scipy.sparse import csr_array
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
 from qualms.features.soap import REMEDY
-from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms
+from qualms.gp.kernels import PowerKernel, ProductKernel, pack, product_terms, unpack
 
 #: Derivatives by the positions of atoms, and perhaps by strain.
 _GRADIENTS = ("positions", "strain")
@@ -44,9 +44,11 @@ _GRADIENTS = ("positions", "strain")
 
 @dataclass(frozen=True)
 class KernelTerm:
-    """A term of the kernel with representatives (M, q), and their weights (M, R) in R members.
+    """A term of the kernel with representatives (M, q), and the energy of R members.
 
-    Its weight in the kernel is the `share`. Kernel rows have no members.
+    Its weight in the kernel is the `share`. The energy has weights (M, R) of the representatives;
+    or, if the kernel is the square, symmetric matrices F, `forms` (R, q, q), with e = xᵀFx, which
+    takes a time that does not depend on M. Kernel rows have no members.
     """
 
     features: DifferentiableFeatures
@@ -54,20 +56,49 @@ class KernelTerm:
     share: float
     representatives: Float64Array
     weights: Float64Array
+    forms: Float64Array | None = None
+
+    @property
+    def n_members(self) -> int:
+        """R."""
+        return self.weights.shape[1] if self.forms is None else len(self.forms)
+
+    def combined(self, coefficients: Float64Array) -> KernelTerm:
+        """Return the energies of combinations (R, S) of the members."""
+        if self.forms is None:
+            return replace(self, weights=self.weights @ coefficients)
+        return replace(self, forms=np.tensordot(coefficients.T, self.forms, 1))
 
     def kernel(self, x: Float64Array, others: Float64Array) -> Float64Array:
         """Return the part of this term in the kernel, for products x·X of any shape."""
         products = np.einsum("iq,iq->i", x, x) if others is x else x @ others.T
         return self.share * self.function.value_and_slope(products)[0]
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the energy is a quadratic form of the features."""
+        return _exponent(self.function) == 2
+
+    @property
+    def packed_size(self) -> int:
+        """Number of elements of a symmetric matrix of the features: q(q + 1)/2."""
+        q = self.representatives.shape[1]
+        return q * (q + 1) // 2
+
+    def collapsed(self) -> KernelTerm:
+        """Return the same energy by quadratic forms, if that takes less time."""
+        X, weights = self.representatives, self.share * self.weights
+        (M, q), R = X.shape, self.n_members
+        if not self.is_square or q > M or 8.0 * R * q**2 > 256e6:  # bytes
+            return self
+        return replace(self, forms=np.stack([X.T @ (w[:, None] * X) for w in weights.T]))
+
     def energy_slopes(self, tape: Tape) -> tuple[Float64Array, Float64Array, IntArray]:
         """Return e (n, R), ∂e/∂y (n, R, k) and the k columns of y."""
         x, columns = tape.x, tape.columns
-        (M, q), R = self.representatives.shape, self.weights.shape[1]
-        is_square = _exponent(self.function) == 2
-        if is_square and q**2 <= M * len(columns) and 8.0 * R * q**2 <= 256e6:  # bytes
-            columns = np.arange(q)
-            slopes = (x @ self._forms).swapaxes(0, 1)
+        if self.forms is not None:
+            columns = np.arange(x.shape[1])
+            slopes = 2 * (x @ self.forms).swapaxes(0, 1)
             energies = (slopes @ x[:, :, None])[:, :, 0] / 2
         else:
             x = x[:, columns]
@@ -76,11 +107,11 @@ class KernelTerm:
             slopes = slopes - (slopes @ x[:, :, None]) * x[:, None, :]
         return energies, slopes / tape.lengths[:, :, None], columns
 
-    @cached_property
-    def _forms(self) -> Float64Array:
-        """The matrices 2 Xᵀ diag(w) X of all members: (R, q, q)."""
-        X, weights = self.representatives, 2 * self.share * self.weights
-        return np.stack([X.T @ (w[:, None] * X) for w in weights.T])
+    def energies(self, x: Float64Array) -> Float64Array:
+        """Return e (n, R)."""
+        if self.forms is None:
+            return self.kernel(x, self.representatives) @ self.weights
+        return np.asarray(((x @ self.forms) * x).sum(axis=2).T)
 
     def _by_representatives(
         self, x: Float64Array, columns: IntArray
@@ -122,10 +153,21 @@ def kernel_terms(representation: Representation, representatives: FloatArray) ->
 
 
 def make_potential(fitted: Fitted, weights: Float64Array) -> Potential:
-    """Return the energy by R members of a trained model, or combinations of them: (M, R)."""
+    """Return the energy by R members of a trained model, or combinations of them: (M, R).
+
+    The square of the kernel of few features is collapsed to quadratic forms.
+    """
     weights = weights * fitted.kernel_scale
     terms = kernel_terms(fitted.representation, fitted.representatives)
-    return [replace(term, weights=weights) for term in terms]
+    if fitted.has_label_basis:
+        sizes = [term.packed_size for term in terms]
+        parts = np.split(weights, np.cumsum(sizes)[:-1])
+        return [
+            replace(term, forms=unpack(math.sqrt(term.share) * part.T))
+            for term, part in zip(terms, parts, strict=True)
+        ]
+    terms = [replace(term, weights=weights) for term in terms]
+    return [term.collapsed() for term in terms]
 
 
 class Derivatives(NamedTuple):
@@ -166,7 +208,8 @@ def derivatives(
     novelty : bool
         Whether the novelty of environments is computed.
     """
-    (M, R), n_atoms = potential[0].weights.shape, sum(map(len, frames))
+    M, R = len(potential[0].representatives), potential[0].n_members
+    n_atoms = sum(map(len, frames))
     total = _no_derivatives(len(frames), n_atoms, R, strain)
     atoms, similarity = np.zeros((n_atoms, R)), np.zeros((n_atoms * novelty, M), dtype=np.float32)
     of_atoms, of_representatives = np.zeros(n_atoms), np.zeros(M)
@@ -175,10 +218,8 @@ def derivatives(
             of_representatives += term.kernel(term.representatives, term.representatives)
         for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
             centers, x = tape.atoms[tape.centers], tape.x
-            if novelty or not forces:
-                K = term.kernel(x, term.representatives)
             if novelty:
-                similarity[centers] += K
+                similarity[centers] += term.kernel(x, term.representatives)
                 of_atoms[centers] += term.kernel(x, x)
             if forces:
                 energies, slopes, columns = term.energy_slopes(tape)
@@ -188,7 +229,7 @@ def derivatives(
                 if total.virials is not None and by_strain is not None:
                     total.virials[tape.structures] += by_strain
             else:
-                energies = K @ term.weights
+                energies = term.energies(x)
             np.add.at(total.energies, tape.structures[tape.owners], energies)
             atoms[centers] += energies
     if novelty:
@@ -304,6 +345,85 @@ def _add_forces(
     signs *= np.tile(-along.ravel(), sides)
     entries, shape = np.tile(np.repeat(owners, 3), sides), (len(flat), len(x))
     flat += np.asarray(csr_array((signs, (rows, entries)), shape=shape) @ second)
+
+
+# --- training: labels as packed matrices, for kernels that are squares ---
+
+
+def packed_labels(terms: Sequence[KernelTerm], atoms: Atoms, known: BoolArray) -> Float64Array:
+    """Return the labels of a structure as linear functions of packed squares: (1 + k, p).
+
+    With k(x, x′) = (x·x′)² the energy is linear in the matrices xxᵀ of the environments, and its
+    derivatives in Δx xᵀ + x Δxᵀ, so that kernels between labels are inner products of these.
+
+    Parameters
+    ----------
+    terms : sequence of KernelTerm
+        Of a kernel that is a square; p is the sum of their packed sizes.
+    atoms : Atoms
+    known : (3n + 6,) array of bool
+        Which of the forces and components of the virial have a label: k of them.
+
+    Returns
+    -------
+    rows : (1 + k, p) array
+        Average over environments, forces, and virials per atom.
+    """
+    of_forces, of_virial = known[:-6].reshape(-1, 3), known[-6:]
+    parts = [
+        math.sqrt(term.share) * _packed_by_term(term, atoms, of_forces, of_virial) for term in terms
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+def _packed_by_term(
+    term: KernelTerm, atoms: Atoms, of_forces: BoolArray, of_virial: BoolArray
+) -> Float64Array:
+    """Return the packed labels of a structure, for the features of one term: (1 + k, p)."""
+    n, strain, moving = len(atoms), bool(of_virial.any()), of_forces.any(axis=1)
+    q, first = term.representatives.shape[1], 0
+    environments, owners, movers = [], [], []
+    changes, virials = [np.empty((0, 3, q))], np.zeros((6, q, q))
+    for tape in term.features.tapes([atoms], _GRADIENTS[: 1 + strain], moving):
+        m = len(tape.x)
+        for change in tape.push_forward():
+            p = len(change.owners)
+            d = np.zeros((p, 3, q))
+            d[:, :, change.columns] = change.values
+            changes.append(_of_x(tape, d, change.owners))
+            owners.append(first + change.owners)
+            movers.append(tape.atoms[change.atoms])
+            if not change.complete:  # an atom that is pushed pulls the centre of the environment
+                sums = csr_array((-np.ones(p), (change.owners, np.arange(p))), shape=(m, p))
+                of_centers = np.asarray(sums @ changes[-1].reshape(p, -1))
+                changes.append(of_centers.reshape(m, 3, q))
+                owners.append(first + np.arange(m))
+                movers.append(tape.atoms[tape.centers])
+        if strain:
+            d = _of_x(tape, tape.push_strain(), np.arange(m))
+            virials += np.tensordot(d, tape.x, axes=(0, 0))
+        environments.append(tape.x)
+        first += m
+    x, d, none = np.concatenate(environments), np.concatenate(changes), [np.empty(0, dtype=np.intp)]
+    owner, mover = np.concatenate(none + owners), np.concatenate(none + movers)
+    order = np.argsort(mover, kind="stable")
+    edges = np.searchsorted(mover[order], np.arange(n + 1))
+    rows = [pack(x.T @ x)[None] / n]
+    for j in np.flatnonzero(moving):
+        some = order[edges[j] : edges[j + 1]]
+        A = np.tensordot(d[some][:, of_forces[j]], x[owner[some]], axes=(0, 0))
+        rows.append(-pack(A + A.swapaxes(1, 2)))
+    A = virials[of_virial]
+    return np.concatenate([*rows, pack(A + A.swapaxes(1, 2)) / n])
+
+
+def _of_x(tape: Tape, changes: Float64Array, owners: IntArray) -> Float64Array:
+    """Return changes of x, given those of y (p, c, q) of some environments (p,)."""
+    d = changes / tape.lengths[owners][:, :, None]
+    if tape.feature_scale is None:  # (Δy − (Δy·x) x)/|y|
+        x = tape.x[owners]
+        d -= np.einsum("pcq,pq->pc", d, x)[:, :, None] * x[:, None]
+    return d
 
 
 # --- which models and structures have forces ---

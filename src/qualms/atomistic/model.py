@@ -255,8 +255,9 @@ class AtomisticModel:
         """Predict with the full projected process, Eq. (3): mean and σ_PP, not calibrated."""
         if self.fitted.pp_variance is None:
             raise InputError(
-                "The model was trained with `keep_pp=False`, so that its projected process has no "
-                "variance. Train it with `keep_pp=True`.",
+                "The variance of the projected process is not stored: the model was trained with "
+                "`keep_pp=False`, or spanned by labels. Use `keep_pp=True` and "
+                "`basis='environments'`.",
                 parameter="keep_pp",
             )
         request = Request(novelty=False, process=True)
@@ -294,7 +295,8 @@ class AtomisticModel:
                     "Atoms that are ignored have no forces: use `unknown_species='error'`.",
                     parameter="unknown_species",
                 )
-        potential, reference = self.potential if derivatives or smooth else None, self.reference
+        smooth = derivatives or smooth or self.fitted.has_label_basis
+        potential, reference = self.potential if smooth else None, self.reference
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))
@@ -517,6 +519,9 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         most = max(record.quantities, key=lambda name: record.quantities[name].n_rows)
         curve, limit = record.size_curve, record.size_limit
         size = describe_size(record.effective_rank, curve, limit, settings, most)
+    basis = f"environments by {settings.selection}"
+    if fitted.has_label_basis:
+        basis = "combinations of labels"
     facts = {
         "target": f"{settings.target}{units} ({settings.kind}{of})",
         "trained on": f"{rows}{record.n_structures} structures, {record.n_environments} "
@@ -524,7 +529,7 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "elements": symbols_of(fitted.representation.species),
         "representation": f"{record.preset and f'{record.preset}: '}"
         f"{fitted.representation.describe()}",
-        "representatives": f"{size}, by {settings.selection}",
+        "representatives": f"{size}, {basis}",
         "noise": f"σ = {target.noise:.4g} {settings.units_of(TARGET)}".rstrip()
         + f" ({target.noise / record.target_std:.1e} of the standard deviation of the target)",
         "baseline": _baseline(fitted),

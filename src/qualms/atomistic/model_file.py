@@ -17,6 +17,7 @@ from pydantic import Field
 from qualms.arrays import Float64Array
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
+from qualms.atomistic.forces import kernel_terms
 from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.calibration.conformal import Conformal
@@ -197,6 +198,11 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
         fitted = _build(document, tensors, sizes["r"])
         if (d := fitted.representation.n_features) != sizes["d"]:
             raise ValueError(f"{sizes['d']} features instead of {d}")
+        if fitted.has_label_basis:
+            terms = kernel_terms(fitted.representation, fitted.representatives)
+            packed = sum(term.packed_size for term in terms)
+            if packed != sizes["packed"] or not all(term.is_square for term in terms):
+                raise ValueError(f"{sizes['packed']} weights instead of {packed}")
     except StorageError:
         raise
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
@@ -205,12 +211,13 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
 
 
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:
+    functions = "packed" if document.settings.basis == "labels" else "r"
     expected = document.features.tensors() | {
         "representatives": TensorSpec("f", ("r", "d")),
         "origins": TensorSpec("i", ("r", 2)),
-        "weights": TensorSpec("f", ("r", "n_members")),
+        "weights": TensorSpec("f", (functions, "n_members")),
         "intercepts": TensorSpec("f", ("n_members",)),
-        "pp_weights": TensorSpec("f", ("r",)),
+        "pp_weights": TensorSpec("f", (functions,)),
         "baseline": TensorSpec("f", ("species",)),
         "baseline_members": TensorSpec("f", ("species", "n_members")),
         "baseline_span": TensorSpec("f", ("span", "species")),

@@ -216,6 +216,13 @@ class Settings(BaseModel):
         "per label, within ``memory``. The number is halved while that raises the out-of-bag error "
         "by less than 5 %, or not at all if the effort is ``best``.",
     )
+    basis: Literal["auto", "environments", "labels"] = _model(
+        "auto",
+        '{"auto", "environments", "labels"}',
+        "Functions that span a model with forces: kernels with environments, or with labels "
+        "(energies, and random combinations of the forces and virials of a structure), which need "
+        "kernels of ζ = 2 and are more accurate.",
+    )
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
     )

@@ -57,8 +57,11 @@ from qualms.atomistic.label_checks import (
 from qualms.atomistic.passes import (
     CHUNK,
     SMALLEST,
+    Environments,
+    LabelFunctions,
     Rows,
     TrainingProblem,
+    combine_labels,
     few_threads,
     fit_features,
     n_features,
@@ -172,7 +175,10 @@ def fit(
         problem = resolve(settings, census, workers, threads)
         features = fit_features(problem, stages)
         points, whitening, cache = pick_representatives(problem, features, workers, stages)
-        rows = sum_rows(problem, features, points, whitening, cache, workers, stages)
+        functions: Environments | LabelFunctions = points
+        if problem.settings.basis == "labels":
+            functions, whitening = combine_labels(problem, features, workers, stages)
+        rows = sum_rows(problem, features, points, functions, whitening, cache, workers, stages)
         rows, full, size_curve = fit_best_size(rows, problem, stages)
         ensemble = fit_ensemble(rows, full, problem, stages)
         return calibrate(ensemble, problem, features, size_curve, stages)
@@ -209,8 +215,10 @@ def resolve(settings: Settings, census: Census, workers: Workers, threads: int) 
     if isinstance(settings.force_atoms, int):
         data = thinned(data, settings.force_atoms, settings.seed)
     settings = _with_baseline(settings, data, census.isolated)
+    settings = _with_basis(settings)
+    n_functions = data.n_rows if settings.basis == "labels" else data.n_environments
     if isinstance(settings.n_representatives, int):
-        M, size_limit = min(settings.n_representatives, data.n_environments), ""
+        M, size_limit = min(settings.n_representatives, n_functions), ""
     else:
         M, size_limit = _largest_size(settings, data, limit)
     may_cache, n_processes = workers.executor is None, threads if workers.executor is None else 1
@@ -232,6 +240,20 @@ def resolve(settings: Settings, census: Census, workers: Workers, threads: int) 
     )
     _announce(problem, workers, limit)
     return problem
+
+
+def _with_basis(settings: Settings) -> Settings:
+    """Use labels as the basis of a model with forces, if the kernel is a square."""
+    possible = settings.learns_forces and settings.features.is_square
+    if settings.basis == "labels" and not possible:
+        raise InputError(
+            "`basis='labels'` is for models of forces or stresses with a kernel of ζ = 2, "
+            "`exponent=2` of SOAP. Use `basis='environments'`.",
+            parameter="basis",
+        )
+    if settings.basis != "auto":
+        return settings
+    return settings.model_copy(update={"basis": "labels" if possible else "environments"})
 
 
 def _with_baseline(
@@ -258,11 +280,12 @@ def _with_baseline(
 
 def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple[int, str]:
     """Return the number of representatives that effort, labels and memory allow, and the limit."""
-    limits = {
-        "the number of environments": data.n_environments,
-        "the number of labels": max(PER_LABEL * data.n_rows, SMALLEST),
-        "effort": _MOST[settings.effort],
-    }
+    limits = {"effort": _MOST[settings.effort]}
+    if settings.basis == "labels":
+        limits["the number of labels"] = data.n_rows
+    else:
+        limits["the number of environments"] = data.n_environments
+        limits["the number of labels"] = max(PER_LABEL * data.n_rows, SMALLEST)
     limit = min(limits, key=limits.__getitem__)
     n = limits[limit]
     while n > SMALLEST:
@@ -402,6 +425,10 @@ def memory_needed(
     n_rows = min(data.n_rows, N_KEPT + int(data.rows_of_structures.max()))
     n_rows = data.n_rows if free else n_rows
     kept = 8.0 * n_rows * M
+    packed = 0.0
+    if settings.basis == "labels":
+        # Functions, once more while they are joined, and all labels of the largest structure.
+        packed = 4.0 * d * (d + 1) * (2.2 * M + 3.0 * float(data.rows_of_structures.max()))
     environments = min(part_size(settings, data, M, d), n)
     n_parts = -(-n // environments)
     base = 0.5e9 + settings.features.overhead
@@ -421,7 +448,7 @@ def memory_needed(
     products = 12.0 * BATCH * M + 16.0 * chunk * M + 12.0 * M * d
     if settings.learns_forces:
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)  # derivatives by some 30 neighbours
-    summing = products + 3.0 * square * len(data.quantities)
+    summing = products + 3.0 * square * len(data.quantities) + packed
     selecting = 1.2 * size * environments * d + picking
     solving = sums + 5 * square + 2 * kept
     n_tasks = data.n_rows // rows_of_task(M) + 1
@@ -435,9 +462,9 @@ def memory_needed(
         solving,
     )
     return MemoryNeeded(
-        driver=base + max(joining + picking + 3 * square, solving, sums + kept + waiting),
+        driver=base + packed + max(joining + picking + 3 * square, solving, sums + kept + waiting),
         worker=base + batch + max(selecting, summing),
-        together=base + peak,
+        together=base + packed + peak,
     )
 
 
@@ -493,7 +520,7 @@ def fit_sparse_model(rows: Rows, problem: TrainingProblem, stages: Stages) -> Fu
     stages : Stages
     """
     settings, quantities, kept = problem.settings, rows.sample.quantities, rows.kept
-    with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.representatives)):
+    with stages.stage("Full model"), few_threads(problem.data.n_rows, len(rows.functions)):
         wrong = set(quantities)
         if len(quantities) > 1:
             energies = kept.y[kept.rows[TARGET], 0]
@@ -564,7 +591,7 @@ def fit_best_size(
         Errors of the numbers of representatives that were compared; empty if one was given.
     """
     settings, quantities = problem.settings, problem.data.quantities
-    full, r = fit_sparse_model(rows, problem, stages), len(rows.representatives)
+    full, r = fit_sparse_model(rows, problem, stages), len(rows.functions)
     if len(rows.novelty) == 1:
         return rows, full, {}
     name = max(quantities, key=lambda name: len(quantities[name].y))
@@ -586,7 +613,7 @@ def fit_best_size(
             chosen = (nested, full) if enough else chosen
     curve = dict(sorted(curve.items()))
     limit = _size_limit(problem, r)
-    text = describe_size(len(chosen[0].representatives), curve, limit, settings, name)
+    text = describe_size(len(chosen[0].functions), curve, limit, settings, name)
     log.info(f"Representatives: {text}.")
     return *chosen, curve
 
@@ -630,7 +657,7 @@ def fit_ensemble(
     stages : Stages
     """
     baseline, sample = problem.baseline, rows.sample
-    S, r = problem.settings.n_subsampled, len(rows.representatives)
+    S, r = problem.settings.n_subsampled, len(rows.functions)
     columns = np.zeros((len(baseline.full) + 2, 1, S))
     columns[0], columns[1:-1, 0] = 1.0, baseline.full[:, None] - baseline.members
     with stages.stage("Members"), few_threads(problem.data.n_rows, r):
@@ -701,7 +728,7 @@ def _owners(rows: Rows) -> IntArray:
     sample, n = rows.sample, len(rows.sample.y)
     structures = sample.groups[sample.quantities[TARGET].structure]
     if np.array_equal(structures, rows.kept.groups[:n]):
-        return rows.representatives.groups
+        return rows.functions.groups
     # Single atoms are left out.
     centers, source = sample.centers or [], np.repeat(sample.source, sample.environments)
     row_of = dict(
@@ -961,7 +988,7 @@ def calibrate(
     """
     settings, baseline = problem.settings, problem.baseline
     rows, sample, whitening = ensemble.rows, ensemble.rows.sample, ensemble.rows.whitening
-    r = len(rows.representatives)
+    r, functions = len(rows.functions), rows.functions
     with stages.stage("Calibration"), few_threads(problem.data.n_rows, r):
         out_of_bag = predict_out_of_bag(ensemble, settings)
         centre = choose_centre(out_of_bag, settings)
@@ -975,6 +1002,9 @@ def calibrate(
     columns = predictive_weights(
         ensemble.full, members, centre, settings.n_drawn, rng, whitening.pivots
     )[:, 0]
+    weights = whitening.kernel_weights(np.column_stack([columns, ensemble.full.weights[:, 0]]))
+    if isinstance(functions, LabelFunctions):
+        weights = functions.packed.T @ weights
     packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
@@ -984,14 +1014,14 @@ def calibrate(
         origins=rows.representatives.origins,
         kernel_scale=rows.scale,
         # Row-major, as in a file: the order in memory decides how products are rounded.
-        weights=np.ascontiguousarray(whitening.kernel_weights(columns)),
+        weights=np.ascontiguousarray(weights[:, :-1]),
         intercepts=centred(ensemble.intercepts, np.asarray(rows.center), centre, none),
-        pp_weights=np.ascontiguousarray(whitening.kernel_weights(ensemble.full.weights[:, 0])),
+        pp_weights=np.ascontiguousarray(weights[:, -1]),
         pp_intercept=rows.center,
         baseline=replace(baseline, members=centred(baseline.members, baseline.full, centre, none)),
         calibrations=calibrations,
         points=points,
-        pp_variance=_projected_variance(ensemble, settings) if settings.keep_pp else None,
+        pp_variance=_projected_variance(ensemble, settings),
         training_novelty=rows.novelty[r],
         largest_ensemble_std=largest_std(points.get(TARGET), settings),
         record=_record(problem, ensemble, points, centre, size_curve, stages),
@@ -1008,7 +1038,9 @@ def calibrate(
     )
 
 
-def _projected_variance(ensemble: TrainedEnsemble, settings: Settings) -> ProjectedVariance:
+def _projected_variance(ensemble: TrainedEnsemble, settings: Settings) -> ProjectedVariance | None:
+    if not settings.keep_pp or settings.basis == "labels":
+        return None
     precision: Any = np.float64 if settings.learns_forces else np.float32
     process = ensemble.full.process
     factors = (ensemble.rows.whitening.factor, process.factor)
@@ -1047,7 +1079,7 @@ def _record(
         state=dict(*states) if len(states) == 1 else None,
         quantities=quantities,
         centre=centre,
-        effective_rank=len(rows.representatives),
+        effective_rank=len(rows.functions),
         preset=problem.preset,
         size_curve=dict(size_curve),
         size_limit=_size_limit(problem, max(rows.novelty)),

@@ -51,6 +51,7 @@ class Problem(NamedTuple):
 
     n_representatives: int
     derivatives: bool  #: whether the model has forces
+    products: bool = False  #: whether all products of two features are computed
 
 
 #: Returns some structures of a training set, and the atoms in them whose environments are used.
@@ -76,6 +77,11 @@ class RepresentationSettings(BaseModel, ABC):
     def overhead(self) -> float:
         """Bytes of libraries beside those that all models need."""
         return 0.0
+
+    @property
+    def is_square(self) -> bool:
+        """Whether the kernel is the square of inner products, so that labels can span a model."""
+        return False
 
     @property
     @abstractmethod

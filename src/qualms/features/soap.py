@@ -192,6 +192,11 @@ class Soap(RepresentationSettings):
         )
         return self.model_copy(update={"engine": "featomic", "scales": scales})
 
+    @property
+    def is_square(self) -> bool:
+        """Whether ζ = 2."""
+        return self.exponent == 2
+
     def n_features(self, species: Sequence[int], problem: Problem) -> tuple[int, int]:
         """Return the numbers of features after and before compression."""
         plain = SoapRepresentation(self, tuple(species))
@@ -789,7 +794,8 @@ class SoapRepresentation(Representation):
             # Twice as many pay with thousands of representatives (forces of azobenzene, energies of
             # 3BPA), not with 1000; 672 of pseudo-species have errors smaller by some per cent only.
             n_pairs = max(len(engine.pair_columns) for engine in self.engines)
-            q = max((64 if is_large else 32) * n_pairs, 192)
+            # With products of features, 320 instead of 192 lower errors of 3BPA by 2 %.
+            q = 192 if problem.products else max((64 if is_large else 32) * n_pairs, 192)
             if any(scale.pseudo_species is not None for scale in soap.scales):
                 q = min(q, 320)
             compression = Compression(method="pairs", n_features=q)

@@ -8,9 +8,11 @@ can be used wherever these can.
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol, cast
 
@@ -314,6 +316,31 @@ def product_terms(kernel: Kernel) -> list[tuple[ProductKernel, float, slice]]:
     if isinstance(kernel, WeightedSumKernel):
         terms = kernel.terms
     return cast(list[tuple[ProductKernel, float, slice]], terms)
+
+
+def pack(A: Float64Array) -> Float64Array:
+    """Return the upper triangles of symmetric matrices (…, q, q) as rows: (…, q(q + 1)/2).
+
+    Elements off the diagonal are multiplied by √2, so that inner products of rows are those of the
+    matrices, tr AB. With (x·y)² = tr xxᵀyyᵀ, the power kernel of ζ = 2 is linear in packed squares.
+    """
+    rows, columns, factors = _triangle(A.shape[-1])
+    return np.asarray(A[..., rows, columns] * factors)
+
+
+def unpack(packed: Float64Array) -> Float64Array:
+    """Return the symmetric matrices (…, q, q) of packed ones (…, q(q + 1)/2)."""
+    q = (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
+    rows, columns, factors = _triangle(q)
+    A = np.empty((*packed.shape[:-1], q, q))
+    A[..., rows, columns] = A[..., columns, rows] = packed / factors
+    return A
+
+
+@lru_cache(maxsize=16)
+def _triangle(q: int) -> tuple[IntArray, IntArray, Float64Array]:
+    rows, columns = np.triu_indices(q)
+    return rows, columns, np.where(rows == columns, 1.0, math.sqrt(2.0))
 
 
 def average_over_structures(K: FloatArray, offsets: IntArray) -> Float64Array:
