@@ -425,7 +425,9 @@ def memory_needed(
     selecting = 1.2 * size * environments * d + picking
     solving = sums + 5 * square + 2 * kept
     n_tasks = data.n_rows // rows_of_task(M) + 1
-    waiting = (min(AHEAD * n_workers, n_tasks) + 1) * len(data.quantities) * square
+    # Sums of the blocks that a task has rows of; a worker holds them once more while it sends them.
+    of_task = sums * min(1 / n_tasks + 1 / n_blocks, 1.0)
+    waiting = (min(AHEAD * n_workers, n_tasks) + 1) * of_task
     features = size * n * d if cached else 0.0
     peak = max(
         compressing,
@@ -436,7 +438,7 @@ def memory_needed(
     )
     return MemoryNeeded(
         driver=base + max(joining + picking + 3 * square, solving, sums + kept + waiting),
-        worker=base + batch + max(selecting, summing),
+        worker=base + batch + max(selecting, summing + 2 * of_task),
         together=base + peak,
     )
 
