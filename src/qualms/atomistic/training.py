@@ -282,7 +282,7 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     """Return the number of representatives that effort, labels and memory allow, and the limit."""
     limits = {"effort": _MOST[settings.effort]}
     if settings.basis == "labels":
-        limits["the number of labels"] = data.n_rows
+        limits["the number of labels"] = max(data.n_rows // 2, min(data.n_rows, SMALLEST))
     else:
         limits["the number of environments"] = data.n_environments
         limits["the number of labels"] = max(PER_LABEL * data.n_rows, SMALLEST)
@@ -425,15 +425,14 @@ def memory_needed(
     n_rows = min(data.n_rows, N_KEPT + int(data.rows_of_structures.max()))
     n_rows = data.n_rows if free else n_rows
     kept = 8.0 * n_rows * M
-    packed = 0.0
-    if settings.basis == "labels":
-        # Functions, once more while they are joined, and all labels of the largest structure.
-        packed = 4.0 * d * (d + 1) * (2.2 * M + 3.0 * float(data.rows_of_structures.max()))
     environments = min(part_size(settings, data, M, d), n)
     n_parts = -(-n // environments)
     base = 0.5e9 + settings.features.overhead
     base += (400.0 + 16.0 * len(data.species) + 24.0 * settings.n_members) * len(data.source)
     base += 4e3 * len(data.source) if isinstance(data.frames, list) else 0.0
+    if settings.basis == "labels":
+        # Functions, once more while they are joined, and all labels of the largest structure.
+        base += 4.0 * d * (d + 1) * (2.2 * M + 3.0 * float(data.rows_of_structures.max()))
     picking = size * M * d + 100e6
     if settings.selection == "cur":
         landmarks = min(LANDMARKS * M, n)
@@ -448,11 +447,13 @@ def memory_needed(
     products = 12.0 * BATCH * M + 16.0 * chunk * M + 12.0 * M * d
     if settings.learns_forces:
         products += 48.0 * GRADIENTS * 30 * (d_raw + M)  # derivatives by some 30 neighbours
-    summing = products + 3.0 * square * len(data.quantities) + packed
+    summing = products + 3.0 * square * len(data.quantities)
     selecting = 1.2 * size * environments * d + picking
     solving = sums + 5 * square + 2 * kept
     n_tasks = data.n_rows // rows_of_task(M) + 1
-    waiting = (min(AHEAD * n_workers, n_tasks) + 1) * len(data.quantities) * square
+    # Sums of the blocks that a task has rows of; a worker holds them once more while it sends them.
+    of_task = sums * min(1 / n_tasks + 1 / n_blocks, 1.0)
+    waiting = (min(AHEAD * n_workers, n_tasks) + 1) * of_task
     features = size * n * d if cached else 0.0
     peak = max(
         compressing,
@@ -462,9 +463,9 @@ def memory_needed(
         solving,
     )
     return MemoryNeeded(
-        driver=base + packed + max(joining + picking + 3 * square, solving, sums + kept + waiting),
-        worker=base + batch + max(selecting, summing),
-        together=base + packed + peak,
+        driver=base + max(joining + picking + 3 * square, solving, sums + kept + waiting),
+        worker=base + batch + max(selecting, summing + 2 * of_task),
+        together=base + peak,
     )
 
 
