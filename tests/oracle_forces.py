@@ -64,11 +64,21 @@ def member_energies(fitted, atoms):
     scales = representation.settings.scales
     total_weight = sum(scale.weight for scale in scales)
     energies = np.zeros(fitted.weights.shape[1])
-    first = 0
+    first = packed = 0
     for s, width in enumerate(representation.widths):
         X_M = fitted.representatives[:, first : first + width].astype(float)
         first += width
         share = fitted.kernel_scale * scales[s].weight / total_weight
+        if fitted.has_label_basis:
+            # The energy is linear in the products of two features, each pair once.
+            pairs = list(itertools.combinations_with_replacement(range(width), 2))
+            weights = fitted.weights[packed : packed + len(pairs)]
+            packed += len(pairs)
+            factor = fitted.kernel_scale * np.sqrt(scales[s].weight / total_weight)
+            for x in features(representation, s, atoms):
+                products = [x[a] * x[b] * (1.0 if a == b else 2**0.5) for a, b in pairs]
+                energies += factor * np.array(products) @ weights
+            continue
         for x in features(representation, s, atoms):
             kernel = np.array([power(x @ X, representation.settings.exponent) for X in X_M])
             energies += share * kernel @ fitted.weights
