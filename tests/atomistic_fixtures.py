@@ -127,8 +127,11 @@ def rows_of(problem):
     """Kernel rows of a problem."""
     workers, stages = Workers(), Stages()
     features = passes.fit_features(problem, stages)
-    selected = passes.pick_representatives(problem, features, workers, stages)
-    return passes.sum_rows(problem, features, *selected, workers, stages)
+    points, whitening, cache = passes.pick_representatives(problem, features, workers, stages)
+    functions = points
+    if problem.settings.basis == "labels":
+        functions, whitening = passes.combine_labels(problem, features, workers, stages)
+    return passes.sum_rows(problem, features, points, functions, whitening, cache, workers, stages)
 
 
 def set_constant(monkeypatch, name, value):

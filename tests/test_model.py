@@ -78,6 +78,7 @@ INVALID = {
     "species": ["Q", [], 3, [0], "H"],
     "n_representatives": [0, 2.5, "lots"],
     "effort": ["max", 60],
+    "basis": ["atoms", 1],
     "selection": ["best"],
     "baseline": ["linear", {"Q": 1.0}, {"H": "large"}],
     "noise": [0, -1.0, float("nan"), "aic"],

@@ -82,7 +82,7 @@ class KernelTerm:
     @property
     def packed_size(self) -> int:
         """Number of elements of a symmetric matrix of the features: q(q + 1)/2."""
-        q = self.representatives.shape[1]
+        q = int(self.representatives.shape[1])
         return q * (q + 1) // 2
 
     def collapsed(self) -> KernelTerm:
@@ -380,7 +380,7 @@ def _packed_by_term(
     term: KernelTerm, atoms: Atoms, of_forces: BoolArray, of_virial: BoolArray
 ) -> Float64Array:
     """Return the packed labels of a structure, for the features of one term: (1 + k, p)."""
-    n, strain, moving = len(atoms), bool(of_virial.any()), of_forces.any(axis=1)
+    n, strain, moving = len(atoms), bool(of_virial.any()), np.asarray(of_forces.any(axis=1))
     q, first = term.representatives.shape[1], 0
     environments, owners, movers = [], [], []
     changes, virials = [np.empty((0, 3, q))], np.zeros((6, q, q))

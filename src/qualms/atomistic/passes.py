@@ -396,8 +396,8 @@ def combine_labels(
             _combine_part, parts, workers.share(representation), problem.settings.seed
         )
         done = 0
-        for (part, _), functions in zip(parts, results, strict=True):
-            packed.append(functions)
+        for (part, _), of_part in zip(parts, results, strict=True):
+            packed.append(of_part)
             advance(done := done + len(part.source))
     functions = LabelFunctions(
         np.repeat(data.groups[chosen], counts[chosen]), np.concatenate(packed)

@@ -254,9 +254,9 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
     counts = np.array([len(np.unique(codes[kinds == k])) for k in range(len(totals))])
 
     def errors(*variances: float) -> Float64Array:
-        ratios = np.array([variances[0] / variance for variance in variances])
+        ratios = [variances[0] / variance for variance in variances]
         model = solve_projected_process(weighted_sum(totals, ratios), variances[0] / prior)
-        V, root = cholesky_whiten(model.factor, Phi.T), np.sqrt(ratios[kinds])
+        V, root = cholesky_whiten(model.factor, Phi.T), np.sqrt(np.array(ratios)[kinds])
         z = y - Phi @ model.weights[:, 0]  # the first column is the target
         for a, b in pairwise(edges.tolist()):
             # (1 − GW) z′ = z by the symmetric matrix √W G √W, whose eigenvalues are below one.
