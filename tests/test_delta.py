@@ -74,7 +74,7 @@ def totals(alloys):
 
 
 #: Given noise: rounding would change a noise that is selected by as much as its optimum is flat.
-SETTINGS = {"units": "eV", "stress": "virtual", "noise": 1e-6}
+SETTINGS = {"basis": "environments", "units": "eV", "stress": "virtual", "noise": 1e-6}
 SETTINGS |= {"forces_noise": 1e-4, "stress_noise": 1e-6}
 
 

@@ -138,7 +138,7 @@ class AtomisticModel:
             skip_failed=skip_failed,
         )
         self._potential = None
-        chosen = {"representation": self._fitted.settings.representation}
+        chosen = {k: getattr(self._fitted.settings, k) for k in ("representation", "basis")}
         self.settings = self._given.model_copy(update=chosen)
         return self
 
