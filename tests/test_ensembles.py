@@ -24,6 +24,8 @@ from qualms.ensembles.calibrate import evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError
+from qualms.io.predictions import open_writer
+from qualms.prediction import Prediction
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
@@ -357,6 +359,37 @@ def test_tables_of_atoms_and_arrays_without_rows():
     assert (ensemble.kind, ensemble.labels.tolist()) == ("atom", symbol.tolist())
     fit_and_apply("p.npz", by="element")
     assert load("out.npz")["cutoff"] == 5.0
+
+
+@pytest.mark.parametrize("kind", ["atomic", "structure"])
+def test_arrays_of_structures_beside_values_of_atoms(kind):
+    """NPZ files of predictions of atoms, or of forces, are read as other formats are."""
+    rng = np.random.default_rng(0)
+    frames = [molecule(name) for name in ["H2O", "CH4", "NH3"] * 4]
+    owner = np.repeat(np.arange(12), [len(atoms) for atoms in frames])
+    rows = [np.arange(1, len(atoms)) for atoms in frames]  # not all atoms are predicted
+    f, size = rng.normal(size=(len(owner), 3)), 12 if kind == "structure" else len(owner) - 12
+    prediction = Prediction(rng.normal(size=(size, R)))
+    extra = {"qualms_extrapolates": [i % 2 == 0 for i in range(12)]}
+    extra |= {"e_dof": [7.5] * 12, "f_dof": [6.5] * 12, "config_type": [*"abcd"] * 3}
+    for path in ("p.npz", "p.xyz"):
+        with open_writer(path, "e", kind=kind, ensemble=True) as writer:
+            arrays = {"f": f, "f_uncertainty": np.abs(f)}
+            options = {"rows": rows} if kind == "atomic" else {}
+            writer.write(frames, prediction, extra=extra, arrays=arrays, **options)
+    target, n = ("e", size) if kind == "atomic" else ("f", len(owner))
+    reference = prediction.mean if kind == "atomic" else f
+    tables = load("p.npz") | {f"REF_{target}": reference + rng.normal(size=reference.shape)}
+    np.savez("p.npz", **tables)
+    ensemble = read_ensemble("p.npz", target, by="config_type")
+    other = read_ensemble("p.xyz", target, by="config_type", n_components=3 ** (target == "f"))
+    other = other.some(np.isfinite(other.mean))  # XYZ has NaN for atoms without a prediction
+    assert len(ensemble) == n * other.n_components
+    assert (ensemble.kind, ensemble.dof) == (other.kind, other.dof)
+    for name in ("mean", "structure", "atom", "sizes", "extrapolates"):
+        np.testing.assert_allclose(getattr(ensemble, name), getattr(other, name), atol=1e-7)
+    assert ensemble.labels.tolist() == other.labels.tolist()
+    assert evaluate_ensemble(ensemble).n_structures == 12
 
 
 # --- other names, formats and several files ---

@@ -310,7 +310,7 @@ def read_ensemble(
         structure=np.repeat(rows.structure, k),
         atom=np.repeat(rows.atom, k),
         component=np.tile(np.arange(k), n) if k > 1 else None,
-        per_atom=rows.symbols is not None,
+        per_atom=rows.per_atom,
         labels=None if by is None else np.repeat(_labels(rows, by), k),
         sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
         extrapolates=extrapolates,
@@ -415,8 +415,8 @@ class _Rows:
     """Values of files, with a row for each structure or atom.
 
     `arrays` are those that are read, by key, and `columns` the keys, or columns, that each was
-    joined from: see `_find`. `keys` are all keys of the files. `symbols` are elements, if rows are
-    atoms, and `sizes` numbers of atoms of their structures.
+    joined from: see `_find`. `keys` are all keys of the files. `per_atom` is whether rows are atoms;
+    `symbols` are their elements, and `sizes` numbers of atoms of their structures.
     """
 
     arrays: dict[str, Any]
@@ -424,6 +424,7 @@ class _Rows:
     keys: Collection[str]
     structure: IntArray
     atom: IntArray
+    per_atom: bool
     symbols: StrArray | None
     sizes: IntArray | None
 
@@ -606,6 +607,7 @@ def _frame_rows(frames: Sequence[Atoms], find: _Find, target: str) -> _Rows:
         (of_structures | of_atoms).keys() - {"numbers", "positions"},
         np.repeat(np.arange(len(frames)), counts),
         np.concatenate([np.arange(n) for n in counts]),
+        per_atom,
         np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None,
         np.repeat([len(atoms) for atoms in frames], counts),
     )
@@ -812,12 +814,35 @@ def _table_rows(table: DataTable, find: _Find) -> _Rows:
     }
     n = len(next(iter(arrays.values()), ()))
     labels = {name: column for name, column in table.columns.items() if column.shape == (n,)}
+    owner = _structures_of_atoms(table.columns, n)
+    if owner is not None:  # atoms have the values of their structures
+        sizes = table.columns["n_atoms"]
+        arrays = {key: a[owner] if len(a) == len(sizes) else a for key, a in arrays.items()}
+        atom = np.arange(n) - np.searchsorted(owner, owner)
+        labels = {"atom": atom} | labels | {"structure": owner, "n_atoms": sizes[owner]}
     structure = labels.get("structure", labels.get("index", np.arange(n)))
     if structure.dtype.kind not in "iu":
         structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
     atom = labels.get("atom", np.zeros(n, dtype=int))
     symbols, sizes = labels.get("symbol"), labels.get("n_atoms")
-    return _Rows(arrays, columns, table.columns, structure, atom, symbols, sizes)
+    per_atom = symbols is not None or "atom" in labels
+    return _Rows(arrays, columns, table.columns, structure, atom, per_atom, symbols, sizes)
+
+
+def _structures_of_atoms(columns: Mapping[str, Any], n: int) -> IntArray | None:
+    """Return the structure of each of n atoms, if other arrays have a row for each structure.
+
+    NPZ files of predictions have both. If not all atoms of the structures are predicted, or the
+    target belongs to atoms, there is a column `structure`.
+    """
+    sizes, owner = columns.get("n_atoms", np.empty(0)), columns.get("structure")
+    if sizes.dtype.kind not in "iu" or sizes.ndim > 1 or len(sizes) == n:
+        return None
+    if owner is None and np.all((sizes >= 0) & (sizes <= n)) and sizes.sum() == n:
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+    if owner is None or owner.dtype.kind not in "iu" or owner.shape != (n,):
+        return None
+    return owner if np.all((owner >= 0) & (owner < len(sizes))) else None
 
 
 def _numbered(names: Collection[str], stem: str) -> tuple[str, ...]:
