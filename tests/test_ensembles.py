@@ -868,6 +868,25 @@ def test_atoms_and_structures_without_predictions_get_nan():
             assert np.isnan(atoms.arrays[key][0]).all()
 
 
+@pytest.mark.parametrize("suffix", ["npz", "csv", "xyz"])
+def test_intervals_of_another_calibration_are_left_out(suffix):
+    members, y = committee()
+    columns = {f"e_ensemble_{i}": column for i, column in enumerate(members.T)} | {"REF_e": y}
+    old = {"e_lower": y - 1, "e_upper": y + 1, "e_dof": np.full(60, 5.0)}
+    if suffix == "npz":
+        np.savez("p.npz", **columns, **old)
+    elif suffix == "csv":
+        write_csv("p.csv", columns | old)
+    else:
+        rows = zip(*(columns | old).values(), strict=True)
+        frames = [Atoms("H", info=dict(zip(columns | old, row, strict=True))) for row in rows]
+        ase.io.write("p.xyz", frames)
+    fit_and_apply(f"p.{suffix}")
+    new = read_source(f"out.{suffix}")
+    names = new[0].info.keys() if suffix == "xyz" else new.columns.keys()
+    assert names == columns.keys() | {"e", "e_uncertainty"}
+
+
 def test_calibrations_that_do_not_fit():
     members, y = committee(60, (3,))
     np.savez("p.npz", f_ensemble=members, REF_f=y, e_ensemble=members[..., 0], REF_e=y[:, 0])

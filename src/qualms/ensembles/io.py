@@ -31,7 +31,8 @@ from qualms.calibration.vectors import (
 from qualms.errors import InputError, counted, did_you_mean, unknown_choice
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output, check_input
-from qualms.io.predictions import DOF, EXTRAPOLATES, write_csv, write_npz
+from qualms.io.predictions import EXTRAPOLATES, write_csv, write_npz
+from qualms.io.xyz import DOF
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -415,8 +416,8 @@ class _Rows:
     """Values of files, with a row for each structure or atom.
 
     `arrays` are those that are read, by key, and `columns` the keys, or columns, that each was
-    joined from: see `_find`. `keys` are all keys of the files. `per_atom` is whether rows are atoms;
-    `symbols` are their elements, and `sizes` numbers of atoms of their structures.
+    joined from: see `_find`. `keys` are all keys of the files. If rows are atoms, which `per_atom`
+    states, `symbols` are their elements, and `sizes` numbers of atoms of their structures.
     """
 
     arrays: dict[str, Any]
