@@ -258,6 +258,29 @@ def test_stresses_that_ase_has_read():
         np.testing.assert_allclose(new.get_stress(), old.get_stress())
 
 
+@pytest.mark.parametrize("with_members", [True, False])
+@pytest.mark.parametrize("suffix", ["xyz", "npz"])
+def test_predicted_stresses_and_reference_values_of_nine_numbers(suffix, with_members):
+    members, y = committee(40, (6,), n_members=18)  # the numbers of twelve members of nine
+    frames = [Atoms("H", cell=[3, 3, 3], pbc=True) for _ in y]
+    tensors = {"stress": members.mean(axis=1), "stress_uncertainty": members.std(axis=1, ddof=1)}
+    tensors |= {"stress_ensemble": members.reshape(40, -1)} if with_members else {}
+    for atoms, reference in zip(frames, y, strict=True):
+        atoms.info["s"] = reference[[0, 5, 4, 5, 1, 3, 4, 3, 2]].reshape(3, 3)
+    with open_writer(f"p.{suffix}", "e", kind="structure", ensemble=False) as writer:
+        writer.write(frames, Prediction(mean=y[:, 0], std=np.ones(40)), tensors=tensors)
+    if suffix == "npz":
+        np.savez("p.npz", **load("p.npz"), s=[atoms.info["s"] for atoms in frames])
+    ensemble = read_ensemble(f"p.{suffix}", "stress", "s")
+    assert (ensemble.n_components, ensemble.n_members) == (6, 18 if with_members else None)
+    np.testing.assert_allclose(ensemble.y, y.ravel())
+    np.testing.assert_allclose(ensemble.mean, tensors["stress"].ravel())
+    np.testing.assert_allclose(ensemble.std, tensors["stress_uncertainty"].ravel())
+    fit_and_apply(f"p.{suffix}", "stress", reference="s")
+    again = read_ensemble(f"out.{suffix}", "stress", "s")
+    np.testing.assert_allclose(again.mean, ensemble.mean)
+
+
 # --- tables ---
 
 

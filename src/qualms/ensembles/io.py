@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from ase import Atoms
 from ase.io.extxyz import per_atom_properties
-from ase.stress import voigt_6_to_full_3x3_stress
+from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
@@ -243,8 +243,13 @@ def read_ensemble(
         if name and name not in rows.keys:
             raise rows.unknown(parameter, name, "predictions")
     key, n = rows.predicted(target), len(rows.structure)
+    uncertainties = [name for name in (target + e for e in UNCERTAINTIES) if name in rows.arrays]
     if reference in rows.arrays:
         y = rows.numbers(reference)
+        sizes = [np.prod(rows.numbers(name).shape[1:]) for name in (key, *uncertainties)]
+        if target == "stress" and np.prod(y.shape[1:]) == 9 and any(k % 9 for k in sizes):
+            # Predictions have the six components that ASE makes of nine.
+            y = full_3x3_to_voigt_6_stress(y.reshape(-1, 3, 3))  # type: ignore[no-untyped-call]
         shape: tuple[int, ...] = y.shape[1:]
     elif n_components is not None:
         y = np.full((n, n_components), np.nan)
@@ -257,7 +262,6 @@ def read_ensemble(
         stored_mean = _like(target, stored, shape)
         shape = stored.shape[1:] if np.prod(stored.shape[1:]) == np.prod(shape) else shape
     k = int(np.prod(shape))
-    uncertainties = [name for name in (target + e for e in UNCERTAINTIES) if name in rows.arrays]
     values, flags, member_order = None, None, None
     member_shape: tuple[int, ...] = ()
     remarks: list[str] = []
