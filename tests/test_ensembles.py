@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import ase.io
@@ -784,6 +785,15 @@ def test_values_that_cannot_be_read(change, parameter):
     np.savez("bad.npz", **change(*committee()))
     with rejects(parameter):
         read_ensemble("bad.npz", "e")
+
+
+def test_errors_name_the_ends_of_many_keys():
+    members, y = committee(n_members=30)
+    np.savez("p.npz", REF_e=y, x2=y, **{f"e_{i}": column for i, column in enumerate(members.T)})
+    with pytest.raises(InputError) as error:
+        read_ensemble("p.npz", "nothing")
+    named = [name for name in load("p.npz") if re.search(rf"\b{name}\b", str(error.value))]
+    assert {*named} == {"REF_e", "x2", "e_0", "e_29"}
 
 
 @pytest.mark.usefixtures("all_methods")

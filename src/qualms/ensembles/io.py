@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -467,8 +468,12 @@ class _Rows:
         return numbers
 
     def listed(self) -> str:
-        """Return a sentence with all keys of the file."""
-        return f"The file has: {', '.join(sorted(self.keys)) or 'no keys'}."
+        """Return a sentence with all keys of the file, those with numbers by the ends."""
+        stems: dict[str, list[str]] = {}
+        for key in sorted(self.keys, key=_natural):
+            stems.setdefault(re.sub(r"\d+$", "", key), []).append(key)
+        names = [n if len(n) < 4 else [n[0], f"… {n[-1]}"] for n in stems.values()]
+        return f"The file has: {', '.join(itertools.chain(*names)) or 'no keys'}."
 
 
 def predicted_keys(target: str) -> list[str]:
