@@ -340,6 +340,23 @@ def test_unknown_elements_are_left_out_of_evaluations(desk):
         assert (document["n_points"], document["n_unknown_species"]) == (29, 1)
 
 
+def test_only_forces_can_be_evaluated(desk, monkeypatch):
+    model = Path(__file__).parent / "stored" / "forces-10.safetensors"
+    frames = labelled_alloys(6)
+    for atoms in frames[1:]:
+        del atoms.info["energy"]
+    frames[0].numbers[0] = 17
+    del frames[0].arrays["force"]
+    ase.io.write("f.xyz", frames)
+    for verb in ("evaluate", "report -o new.html"):
+        document = qualms(f"{verb} {model} f.xyz --skip-unknown-species --json").document
+        assert document["n_unknown_species"] == 1
+        assert document["n_points"] == 5 * 4 * 3
+    everything = "qualms.atomistic.evaluation.not_zero_by_symmetry"
+    monkeypatch.setattr(everything, lambda y, members: np.zeros(len(y), dtype=bool))
+    assert qualms(f"evaluate {model} f.xyz --skip-unknown-species").code == 2
+
+
 def test_report_of_energies(desk):
     ended = qualms("report model.safetensors test.xyz -o report.html --json --threads 1")
     document = ended.document

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import ase.io
@@ -24,6 +25,8 @@ from qualms.ensembles.calibrate import evaluate_ensemble
 from qualms.ensembles.calibration_file import make_document
 from qualms.ensembles.io import read_source
 from qualms.errors import CalibrationError, InputError
+from qualms.io.predictions import open_writer
+from qualms.prediction import Prediction
 
 R = 6
 FACTORS = {"H": 0.7, "C": 1.4, "N": 1.0, "O": 2.0}
@@ -256,6 +259,29 @@ def test_stresses_that_ase_has_read():
         np.testing.assert_allclose(new.get_stress(), old.get_stress())
 
 
+@pytest.mark.parametrize("with_members", [True, False])
+@pytest.mark.parametrize("suffix", ["xyz", "npz"])
+def test_predicted_stresses_and_reference_values_of_nine_numbers(suffix, with_members):
+    members, y = committee(40, (6,), n_members=18)  # the numbers of twelve members of nine
+    frames = [Atoms("H", cell=[3, 3, 3], pbc=True) for _ in y]
+    tensors = {"stress": members.mean(axis=1), "stress_uncertainty": members.std(axis=1, ddof=1)}
+    tensors |= {"stress_ensemble": members.reshape(40, -1)} if with_members else {}
+    for atoms, reference in zip(frames, y, strict=True):
+        atoms.info["s"] = reference[[0, 5, 4, 5, 1, 3, 4, 3, 2]].reshape(3, 3)
+    with open_writer(f"p.{suffix}", "e", kind="structure", ensemble=False) as writer:
+        writer.write(frames, Prediction(mean=y[:, 0], std=np.ones(40)), tensors=tensors)
+    if suffix == "npz":
+        np.savez("p.npz", **load("p.npz"), s=[atoms.info["s"] for atoms in frames])
+    ensemble = read_ensemble(f"p.{suffix}", "stress", "s")
+    assert (ensemble.n_components, ensemble.n_members) == (6, 18 if with_members else None)
+    np.testing.assert_allclose(ensemble.y, y.ravel())
+    np.testing.assert_allclose(ensemble.mean, tensors["stress"].ravel())
+    np.testing.assert_allclose(ensemble.std, tensors["stress_uncertainty"].ravel())
+    fit_and_apply(f"p.{suffix}", "stress", reference="s")
+    again = read_ensemble(f"out.{suffix}", "stress", "s")
+    np.testing.assert_allclose(again.mean, ensemble.mean)
+
+
 # --- tables ---
 
 
@@ -357,6 +383,37 @@ def test_tables_of_atoms_and_arrays_without_rows():
     assert (ensemble.kind, ensemble.labels.tolist()) == ("atom", symbol.tolist())
     fit_and_apply("p.npz", by="element")
     assert load("out.npz")["cutoff"] == 5.0
+
+
+@pytest.mark.parametrize("kind", ["atomic", "structure"])
+def test_arrays_of_structures_beside_values_of_atoms(kind):
+    """NPZ files of predictions of atoms, or of forces, are read as other formats are."""
+    rng = np.random.default_rng(0)
+    frames = [molecule(name) for name in ["H2O", "CH4", "NH3"] * 4]
+    owner = np.repeat(np.arange(12), [len(atoms) for atoms in frames])
+    rows = [np.arange(1, len(atoms)) for atoms in frames]  # not all atoms are predicted
+    f, size = rng.normal(size=(len(owner), 3)), 12 if kind == "structure" else len(owner) - 12
+    prediction = Prediction(rng.normal(size=(size, R)))
+    extra = {"qualms_extrapolates": [i % 2 == 0 for i in range(12)]}
+    extra |= {"e_dof": [7.5] * 12, "f_dof": [6.5] * 12, "config_type": [*"abcd"] * 3}
+    for path in ("p.npz", "p.xyz"):
+        with open_writer(path, "e", kind=kind, ensemble=True) as writer:
+            arrays = {"f": f, "f_uncertainty": np.abs(f)}
+            options = {"rows": rows} if kind == "atomic" else {}
+            writer.write(frames, prediction, extra=extra, arrays=arrays, **options)
+    target, n = ("e", size) if kind == "atomic" else ("f", len(owner))
+    reference = prediction.mean if kind == "atomic" else f
+    tables = load("p.npz") | {f"REF_{target}": reference + rng.normal(size=reference.shape)}
+    np.savez("p.npz", **tables)
+    ensemble = read_ensemble("p.npz", target, by="config_type")
+    other = read_ensemble("p.xyz", target, by="config_type", n_components=3 ** (target == "f"))
+    other = other.some(np.isfinite(other.mean))  # XYZ has NaN for atoms without a prediction
+    assert len(ensemble) == n * other.n_components
+    assert (ensemble.kind, ensemble.dof) == (other.kind, other.dof)
+    for name in ("mean", "structure", "atom", "sizes", "extrapolates"):
+        np.testing.assert_allclose(getattr(ensemble, name), getattr(other, name), atol=1e-7)
+    assert ensemble.labels.tolist() == other.labels.tolist()
+    assert evaluate_ensemble(ensemble).n_structures == 12
 
 
 # --- other names, formats and several files ---
@@ -730,6 +787,15 @@ def test_values_that_cannot_be_read(change, parameter):
         read_ensemble("bad.npz", "e")
 
 
+def test_errors_name_the_ends_of_many_keys():
+    members, y = committee(n_members=30)
+    np.savez("p.npz", REF_e=y, x2=y, **{f"e_{i}": column for i, column in enumerate(members.T)})
+    with pytest.raises(InputError) as error:
+        read_ensemble("p.npz", "nothing")
+    named = [name for name in load("p.npz") if re.search(rf"\b{name}\b", str(error.value))]
+    assert {*named} == {"REF_e", "x2", "e_0", "e_29"}
+
+
 @pytest.mark.usefixtures("all_methods")
 def test_values_that_cannot_be_calibrated():
     members, y = committee()
@@ -833,6 +899,25 @@ def test_atoms_and_structures_without_predictions_get_nan():
         for key in ("shift", "shift_uncertainty", "shift_ensemble"):
             assert np.isfinite(atoms.arrays[key][1:]).all() == (i > 1)
             assert np.isnan(atoms.arrays[key][0]).all()
+
+
+@pytest.mark.parametrize("suffix", ["npz", "csv", "xyz"])
+def test_intervals_of_another_calibration_are_left_out(suffix):
+    members, y = committee()
+    columns = {f"e_ensemble_{i}": column for i, column in enumerate(members.T)} | {"REF_e": y}
+    old = {"e_lower": y - 1, "e_upper": y + 1, "e_dof": np.full(60, 5.0)}
+    if suffix == "npz":
+        np.savez("p.npz", **columns, **old)
+    elif suffix == "csv":
+        write_csv("p.csv", columns | old)
+    else:
+        rows = zip(*(columns | old).values(), strict=True)
+        frames = [Atoms("H", info=dict(zip(columns | old, row, strict=True))) for row in rows]
+        ase.io.write("p.xyz", frames)
+    fit_and_apply(f"p.{suffix}")
+    new = read_source(f"out.{suffix}")
+    names = new[0].info.keys() if suffix == "xyz" else new.columns.keys()
+    assert names == columns.keys() | {"e", "e_uncertainty"}
 
 
 def test_calibrations_that_do_not_fit():

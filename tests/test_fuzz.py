@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def forged_model(good, rng):
     arrays, document = load(good), json.loads(metadata["document"])
     if rng.random() < 0.7:
         for _ in range(rng.integers(1, 3)):
-            changed(document, rng, "settings", "calibrations")
+            changed(document, rng, "settings", "calibrations", "record", "points")
     else:
         name = rng.choice(sorted(arrays))
         arrays[name] = np.ascontiguousarray(changed_array(arrays[name], rng))
@@ -193,6 +194,7 @@ def is_valid(mean, std):
 
 def use_model(path, frames):
     from qualms import AtomisticModel
+    from qualms.errors import CalibrationError
 
     model = AtomisticModel.load(path, threads=1)
     model.summary()
@@ -202,6 +204,8 @@ def use_model(path, frames):
     if model.settings.keep_pp:
         is_valid(*model.predict_pp(frames))
     assert len(model.predict(frames).extrapolates) == len(frames)
+    with suppress(CalibrationError):
+        model.fitted.with_calibration("auto").compare_calibrations()
     if model.settings.forces:
         prediction = model.predict(frames[:1], forces=True)
         is_valid(prediction.energy.mean, prediction.energy.std)

@@ -349,14 +349,19 @@ def test_references_survive_two_predictions(tmp_path):
     frames[1].info["gap"] = 1.1
     first, second = (Prediction(rng.normal(size=(2, 4))) for _ in range(2))
     for target in ("energy", "gap"):
-        extra = {f"{target}_dof": [5.0, 5.0]}
+        extra = {f"{target}_{ending}": [5.0, 5.0] for ending in ("dof", "lower", "upper")}
         write(tmp_path / "a.xyz", frames, first, target=target, extra=extra)
         write(tmp_path / "b.xyz", read(tmp_path / "a.xyz"), second, target=target, ensemble=False)
         water, silicon = read(tmp_path / "b.xyz")
         assert water.info["REF_energy"] == -1.5
         predicted = water.calc.results if target == "energy" else water.info
         assert predicted[target] == second.mean[0]
-        for ending in ("ensemble", "dof"):  # they were those of the first prediction
+        for ending in (
+            "ensemble",
+            "dof",
+            "lower",
+            "upper",
+        ):  # they were those of the first prediction
             assert f"{target}_{ending}" not in water.info
         assert silicon.info["REF_gap" if target == "gap" else "gap"] == 1.1
         # The first prediction does not become a reference value.

@@ -204,6 +204,13 @@ def test_atoms_of_chosen_species(molecules, shift_model):
     wanted = [np.flatnonzero(atoms.numbers == 1) for atoms in new]
     y = np.concatenate([a.arrays["shift"][w] for a, w in zip(new, wanted, strict=True)])
     prediction = shift_model.predict(new)
+    mask = np.arange(len(new)) % 2 == 0
+    with rejects("index"):
+        prediction[mask]  # of structures
+    chosen = prediction.take(np.flatnonzero(mask))
+    np.testing.assert_allclose(chosen.mean, shift_model.predict(new[::2]).mean, rtol=1e-9)
+    every = prediction[np.ones(prediction.shape, dtype=bool)]
+    np.testing.assert_allclose(every.mean, prediction.mean, rtol=1e-12)
     assert np.std(prediction.mean - y) < 0.5 * np.std(y)
     for predicted, expected in zip(shift_model.target_atoms(new), wanted, strict=True):
         np.testing.assert_array_equal(predicted, expected)

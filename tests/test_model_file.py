@@ -145,6 +145,36 @@ def cut(name, axis=0):
     return change
 
 
+def fill(quantity, column, value):
+    """Set the first value of a column of the out-of-bag points."""
+
+    def change(document, tensors):
+        place = document["points"][quantity]["columns"].index(column)
+        tensors[f"points_{quantity}"][0, place] = value
+
+    return change
+
+
+def rename(quantity, column, name):
+    """Rename a column of the out-of-bag points."""
+
+    def change(document, tensors):
+        columns = document["points"][quantity]["columns"]
+        document["points"][quantity]["columns"] = [name if c == column else c for c in columns]
+
+    return change
+
+
+def sizes(*errors):
+    """Set errors of numbers of representatives, and let the number be one that was chosen."""
+
+    def change(document, tensors):
+        document["record"]["size_curve"] = dict(enumerate(errors, 30))
+        document["settings"]["n_representatives"] = "auto"
+
+    return change
+
+
 FORGERIES = {
     "a line in the units": put("settings", "units", value="eV\nmade  today"),
     "too many members": put("settings", "n_members", value=17),
@@ -207,12 +237,48 @@ FORGERIES = {
     "steep power": put("calibrations", "energy", "parameters", "gamma", value=1e3),
     "vanishing Cholesky factor": lambda d, t: t["pp_posterior"].__setitem__(0, 1e-30),
     "no record": put("record", "quantities", value=[]),
+    "no record of energies": lambda d, t: d["record"]["quantities"].clear(),
+    "a record of forces": lambda d, t: d["record"]["quantities"].update(
+        forces=d["record"]["quantities"]["energy"]
+    ),
+    "targets that are equal": put("record", "target_std", value=0.0),
+    "one size": sizes(0.1),
+    "sizes without an error": sizes(0.0, 0.1),
+    "more subsampled members": put(
+        "calibrations", "energy", "parameters", "n_subsampled", value=100
+    ),
+    "fewer subsampled members": put(
+        "calibrations", "energy", "parameters", "n_subsampled", value=2
+    ),
+    "points of components": rename("energy", "posterior_std", "component_std"),
+    "a column twice": rename("energy", "novelty_std", "posterior_std"),
+    "fractions of members": fill("energy", "n_members", 3.5),
+    "a huge number of members": fill("energy", "n_members", 1e30),
+}
+
+FORGERIES_OF_FORCES = {
+    "components without a multiplicity": rename("forces", "multiplicity", "novelty_std"),
+    "components that are nowhere": fill("forces", "multiplicity", 0.0),
+    "no element": fill("forces", "element", 0.0),
+    "an element after the last": fill("forces", "element", 119.0),
+    "half an element": fill("forces", "element", 1.5),
+    "a huge element": fill("forces", "element", 1e30),
+    "more subsampled members": put(
+        "calibrations", "stress", "parameters", "n_subsampled", value=100
+    ),
 }
 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_inconsistent_parts(saved, tmp_path, name):
     forge(saved, tmp_path / "model.safetensors", FORGERIES[name])
+    is_rejected(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FORGERIES_OF_FORCES)
+def test_inconsistent_parts_of_forces(tmp_path, name):
+    stored = None, Path(__file__).parent / "stored" / "forces-10.safetensors"
+    forge(stored, tmp_path / "model.safetensors", FORGERIES_OF_FORCES[name])
     is_rejected(tmp_path / "model.safetensors")
 
 

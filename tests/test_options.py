@@ -163,6 +163,9 @@ def test_errors_name_the_file_of_a_structure(tmp_path, monkeypatch):
     train = "train --config small.yaml --quiet -o m.safetensors"
     assert "Structure 20 of b.xyz has" in qualms(f"{train} a.xyz b.xyz").err
     assert "Structure 20 of b.xyz has" in qualms(f"{train} a.xyz --test b.xyz").err
+    ended = qualms(f"{train} a.xyz --test c.xyz")
+    assert "Structure 1 of c.xyz" in ended.err
+    assert "skip" not in ended.err  # there is no such option
     for text, shown in {
         "Structures 3 and 25 differ": "Structures 3 of a.xyz and 5 of b.xyz differ",
         "frames[25].info['x'] is": "'x' of structure 5 of b.xyz is",

@@ -16,8 +16,9 @@ import yaml
 from test_cli import SMALL_RUN, Ended, qualms
 
 from qualms import AtomisticModel
+from qualms.atomistic.structures import FrameFiles, divided
 from qualms.cli.app import main
-from qualms.cli.terminal import Terminal
+from qualms.cli.terminal import Terminal, naming_files, with_files
 from qualms.report import Table
 
 #: A name that is not UTF-8: in Latin-1 it would be "größe".
@@ -125,6 +126,25 @@ def test_names_that_are_not_utf8(desk):
     for command in commands:
         ended = run(*command.format(NAME).split())
         assert ended.code == (2 if "missing" in command else 0), (command, ended.err)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("Structure 1 contains Cu.", "Structure 3 of new.xyz contains Cu."),
+        ("Outliers: structure 1 (Ag4).", "Outliers: structure 3 of new.xyz (Ag4)."),
+        (
+            "The label frames[1].info['e'] is 'x'.",
+            "The label 'e' of structure 3 of new.xyz is 'x'.",
+        ),
+        ("Structure 3 of new.xyz cannot be read.", "Structure 3 of new.xyz cannot be read."),
+    ],
+)
+def test_files_of_structures_of_parts_are_named_once(desk, message, named):
+    frames = FrameFiles.open("new.xyz")
+    with naming_files(frames):
+        text = with_files(divided(frames, 2)[1].named(message))
+    assert text == named
 
 
 # --- input that is no file ---

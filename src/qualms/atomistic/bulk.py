@@ -24,7 +24,8 @@ from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbere
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import check_input
-from qualms.io.predictions import DOF, EXTRAPOLATES
+from qualms.io.predictions import EXTRAPOLATES
+from qualms.io.xyz import DOF, LIMITS
 from qualms.prediction import Prediction
 
 
@@ -214,7 +215,7 @@ def _components(name: str, prediction: Prediction, output: Output) -> dict[str, 
     arrays: dict[str, Any] = {name: prediction.mean, f"{name}_uncertainty": prediction.std}
     if output.interval is not None and prediction.conformal is not None:
         limits = prediction.interval(output.interval, "conformal")
-        arrays |= dict(zip((f"{name}_lower", f"{name}_upper"), limits, strict=True))
+        arrays |= dict(zip([f"{name}{ending}" for ending in LIMITS], limits, strict=True))
     if output.ensemble:
         n, k, n_members = prediction.members.shape
         by_member = prediction.members.transpose(0, 2, 1)

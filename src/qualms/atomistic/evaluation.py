@@ -58,7 +58,7 @@ def find_references(
     settings: Settings,
     species: Sequence[int],
     *,
-    unknown_species: str = "error",
+    unknown_species: str | None = "error",
 ) -> dict[str, References]:
     """Return the reference values of each quantity, and check the structures that have some.
 
@@ -70,8 +70,9 @@ def find_references(
     settings : Settings
     species : sequence of int
         Atomic numbers that the model is trained on.
-    unknown_species : {"error", "skip"}
-        Whether structures with other species are an error, or left out.
+    unknown_species : {"error", "skip"}, optional
+        Whether structures with other species are an error, or left out. None is an error as well,
+        for callers that cannot leave them out.
     """
     labels = labelled(frames, settings.target, settings.kind, settings.species)
     structure, atom = labels.frames, None
@@ -91,12 +92,13 @@ def find_references(
         check_structures([frames[i]], first=i)
     others = {i: {*frames[i].numbers.tolist()} - {*species} for i in used}
     unknown = [i for i in used if others[i]]
-    if unknown and (unknown_species == "error" or len(unknown) == len(used)):
+    if unknown and (unknown_species != "skip" or len(unknown) == len(used)):
+        how = " with `unknown_species='skip'`" if unknown_species == "error" else ""
         elements = symbols_of(sorted(set().union(*others.values())))
         raise InputError(
             f"Structure {unknown[0]} is one of {len(unknown)} (of {len(used)}) that contain "
             f"{elements}; the model was trained on {symbols_of(species)}. Leave such structures "
-            "out with `unknown_species='skip'`, or train with these elements.",
+            f"out{how}, or train with these elements.",
             parameter="frames",
         )
     usable = {}
@@ -128,7 +130,7 @@ def evaluate(
     quantities: Sequence[str] | None = None,
     units: str | None = None,
     per: str | None = None,
-    unknown_species: str = "error",
+    unknown_species: str | None = "error",
     skip_failed: bool = False,
     stages: Stages | None = None,
     executor: Executor | Any | None = None,
@@ -146,8 +148,9 @@ def evaluate(
         Units of energy to evaluate in, such as meV; those of the model by default.
     per : {"atom", "structure"}, optional
         Whether to evaluate extensive properties per atom, the default, or per structure.
-    unknown_species : {"error", "skip"}
-        Structures with elements that are not in the training set are rejected or left out.
+    unknown_species : {"error", "skip"}, optional
+        Structures with elements that are not in the training set are rejected or left out; see
+        `find_references`.
     skip_failed : bool
         Whether structures for which the reference potential of the baseline fails are left out with
         a warning, rather than an error.

@@ -18,7 +18,7 @@ from qualms.arrays import Float64Array
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.fitted import Fitted, ProjectedVariance, Provenance, Record
 from qualms.atomistic.forces import kernel_terms
-from qualms.atomistic.quantities import KINDS, TARGET
+from qualms.atomistic.quantities import DERIVATIVES, KINDS, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.calibration.conformal import Conformal
 from qualms.calibration.methods import build_calibration
@@ -156,14 +156,16 @@ def _tensors(fitted: Fitted) -> dict[str, Any]:
 
 #: Out-of-bag points: arrays that all have, and that some have.
 _REQUIRED = ("residuals", "ensemble_std", "n_members", "groups", "structure")
-_OPTIONAL = ("posterior_std", "novelty_std", "component_std", "multiplicity")
-#: Columns of integers.
-_INTEGERS = ("n_members", "groups", "structure")
+_OPTIONAL = ("posterior_std", "novelty_std")
+#: Those that points of components have.
+_OF_COMPONENTS = ("component_std", "multiplicity")
+#: Columns of integers; elements are atomic numbers.
+_INTEGERS = ("n_members", "groups", "structure", "element")
 
 
 def _columns(points: CalibrationData) -> dict[str, Float64Array]:
     """Return the arrays of out-of-bag points by name, and the atomic numbers of elements."""
-    arrays = {name: getattr(points, name) for name in (*_REQUIRED, *_OPTIONAL)}
+    arrays = {name: getattr(points, name) for name in (*_REQUIRED, *_OPTIONAL, *_OF_COMPONENTS)}
     columns = {k: np.asarray(v, dtype=np.float64) for k, v in arrays.items() if v is not None}
     if points.element is not None:
         numbers = [atomic_numbers[str(symbol)] for symbol in points.element]
@@ -242,6 +244,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     representation = features.build(document.species, document.features, tensors)
     of_baseline = (tensors[f"baseline{part}"] for part in ("", "_members", "_span"))
     quantities = set(document.settings.keys)
+    _check_record(document.record, quantities)
     if TARGET not in document.calibrations or not set(document.calibrations) <= quantities:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
     if not set(document.points) <= set(document.calibrations):
@@ -267,7 +270,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
             for quantity, of in document.calibrations.items()
         },
         points={
-            quantity: _points(of, tensors[f"points_{quantity}"])
+            quantity: _points(quantity, of, tensors[f"points_{quantity}"])
             for quantity, of in document.points.items()
         },
         pp_variance=_variance(document, tensors, r),
@@ -278,33 +281,53 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
     )
 
 
+def _check_record(record: Record, quantities: set[str]) -> None:
+    """Reject a record that no training of these quantities has written."""
+    if TARGET not in record.quantities or not set(record.quantities) <= quantities:
+        raise ValueError(f"a record of {', '.join(record.quantities)}")
+    errors = record.size_curve.values()
+    if not record.target_std > 0 or not all(error > 0 for error in errors) or len(errors) == 1:
+        raise ValueError("a record without a standard deviation, or with errors that are not > 0")
+
+
 def _calibration(
     document: ModelDocument, of: ModelCalibrationDocument, conformal: Any
 ) -> QuantityCalibration:
-    calibration = build_calibration(of.method, of.parameters)
+    calibration, settings = build_calibration(of.method, of.parameters), document.settings
+    if calibration.n_subsampled != (settings.n_subsampled if settings.n_drawn else 0):
+        raise ValueError(f"a calibration of {calibration.n_subsampled} subsampled members")
     typical = np.array([document.largest_ensemble_std or 1.0])
     with np.errstate(all="ignore"):
-        std = float(calibration.std(typical, max(document.settings.n_members, 3))[0])
+        std = float(calibration.std(typical, max(settings.n_members, 3))[0])
     if not 0 <= std < np.inf:
         raise ValueError(f"calibration {of.method} gives a standard deviation of {std}")
     scores = _conformal(conformal) if of.is_conformal else None
     return QuantityCalibration(calibration, of.isotropy, of.elements, scores)
 
 
-def _points(of: PointsDocument, table: Any) -> CalibrationData:
+def _points(quantity: str, of: PointsDocument, table: Any) -> CalibrationData:
     columns = dict(zip(of.columns, table.T, strict=True))
-    allowed = {*_REQUIRED, *_OPTIONAL, "element"}
-    if not {*_REQUIRED} <= {*columns} <= allowed or not len(table):
+    required = {*_REQUIRED, *(_OF_COMPONENTS if quantity in DERIVATIVES else ())}
+    allowed = {*required, *_OPTIONAL, "element"}
+    is_unique = len(columns) == len(of.columns)
+    if not required <= {*columns} <= allowed or not is_unique or not len(table):
         raise ValueError(f"out-of-bag points with {', '.join(columns)}")
     arrays: dict[str, Any] = {name: np.ascontiguousarray(v) for name, v in columns.items()}
     if any(np.any(v < 0) for name, v in arrays.items() if name != "residuals"):
         raise ValueError("out-of-bag points with negative values")
     if not np.all(arrays["ensemble_std"] > 0) or np.any(arrays["n_members"] < 2):
         raise ValueError("out-of-bag points without an ensemble standard deviation")
-    for name in _INTEGERS:
+    if not np.all(arrays.get("multiplicity", 1.0) > 0):
+        raise ValueError("components that are not in their tensors")
+    for name in arrays.keys() & _INTEGERS:
+        if not np.all((arrays[name] % 1 == 0) & (arrays[name] < 2**53)):
+            raise ValueError(f"out-of-bag points with {name} that are no integers")
         arrays[name] = arrays[name].astype(np.intp)
     if "element" in arrays:
-        arrays["element"] = np.array(chemical_symbols)[arrays["element"].astype(np.intp)]
+        z = arrays["element"]
+        if z.min() < 1 or z.max() >= len(chemical_symbols):
+            raise ValueError("out-of-bag points of atomic numbers that are no elements")
+        arrays["element"] = np.array(chemical_symbols)[z]
     return CalibrationData(weights=np.ones(len(table)), centre=of.centre, **arrays)
 
 

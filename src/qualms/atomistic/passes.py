@@ -486,7 +486,7 @@ class RowPart:
     data: TrainingSet
     draw: Draw  #: of structures, or of atoms
     kept: BoolArray  #: (n,): whether the rows of a structure are kept
-    features: FloatArray | None
+    features: list[FloatArray]  #: of consecutive environments; empty if they are not kept
 
 
 @dataclass(frozen=True)
@@ -518,9 +518,9 @@ def sum_part(part: RowPart, task: RowTask) -> PartSums:
         environments = ranges(part.data.offsets, structures)
         data = part.data.take(structures)
         draw = part.draw.take(environments if task.draws_atoms else structures)
-        features = None
-        if part.features is not None:
-            features = part.features[environments[0] : environments[-1] + 1]
+        # Of a chunk alone: there may be no memory for a copy of the features of a part.
+        pieces = _cached(part.features, int(environments[0]), int(environments[-1]) + 1)
+        features = np.concatenate(pieces) if len(pieces) > 1 else next(iter(pieces), None)
         Phi, diagonal, novelty = whitened_rows(data, features, task)
         n, sums = len(data.y), {}
         C = _columns(data, task.baseline, task.center)
@@ -684,7 +684,7 @@ def sum_rows(
             data.take(structures),
             problem.draw.take(problem.drawn(structures)),
             kept[structures],
-            _take_cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
+            _cached(cache, *data.offsets[[structures[0], structures[-1] + 1]]),
         )
         for structures in np.split(np.arange(len(data.source)), starts)
         if len(structures)
@@ -719,14 +719,11 @@ def sum_rows(
     return _scaled(problem, task, total, is_kept)
 
 
-def _take_cached(cache: Sequence[FloatArray], begin: int, end: int) -> FloatArray | None:
-    """Return features of environments ``begin:end``, if those of all consecutive parts are kept."""
-    if not cache:
-        return None
-    first = np.cumsum([0, *map(len, cache)])
-    a, b = np.searchsorted(first, [begin, end - 1], side="right") - 1
-    pieces = [cache[k][max(begin - first[k], 0) : end - first[k]] for k in range(a, b + 1)]
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+def _cached(features: Sequence[FloatArray], begin: int, end: int) -> list[FloatArray]:
+    """Return views of the features of environments ``begin:end``; none if these are not kept."""
+    first = np.cumsum([0, *map(len, features)])
+    pieces = (x[max(begin - a, 0) : max(end - a, 0)] for a, x in zip(first, features, strict=False))
+    return [piece for piece in pieces if len(piece)]
 
 
 def nested_sizes(r: int) -> list[int]:

@@ -183,6 +183,14 @@ class StructurePrediction(Prediction):
 
         Of an atomic property, return the values of atoms.
         """
+        is_mask = isinstance(index, np.ndarray) and index.dtype == bool
+        n = len(self.parts.frames)
+        if self.is_atomic and is_mask and index.shape == (n,) != self.shape:
+            raise InputError(
+                f"The mask is of {counted(n, 'structure')}, and the prediction of "
+                f"{counted(len(self), 'atom')}. Use `take(np.flatnonzero(mask))`.",
+                parameter="index",
+            )
         if self.is_atomic or not self.shape or isinstance(index, tuple) or index is Ellipsis:
             return self.energy[index]
         if isinstance(index, (int, np.integer)):

@@ -64,9 +64,11 @@ SPINS = {
     "spin_multiplicity": 1.0,
 }
 _DEFAULTS = CHARGES | SPINS | {"initial_charges": 0.0, "initial_magmoms": 0.0}
-#: Where errors name a structure by its number, unless by that in a file: "Structure 3 of new.xyz".
+#: Where errors name a structure by its number, unless by that in a file: "Structure 3 of new.xyz";
+#: or a value of it: frames[3].info['energy'].
 _NUMBER = re.compile(
-    r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)(?P<after>\]?)(?!\d| of )"
+    r"(?P<before>\b[Ss]tructure |\bframes\[)(?P<number>\d+)"
+    r"(?P<after>\]?(?:\.[\w.]+\['[^']*'\])?)(?!\d| of )"
 )
 
 #: Numbers of columns in ``Properties=species:S:1:pos:R:3``, and the largest in all.

@@ -104,7 +104,7 @@ def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) 
         for name, key in model.settings.keys.items()
         if name not in evaluations
     ]
-    return [*evaluations["energy"].remarks(), *missing]
+    return [*next(iter(evaluations.values())).remarks(), *missing]
 
 
 class Evaluated(NamedTuple):
@@ -189,6 +189,12 @@ def _evaluate_model(
             skip_failed=skip_failed,
             stages=Stages(terminal.progress()),
             executor=executor,
+        )
+    if not evaluations:
+        raise InputError(
+            "No structure has a reference value that can be evaluated: all are of structures with "
+            "elements that are not in the training set, or are zero by symmetry.",
+            parameter="TEST",
         )
     note = "Calibrations were fitted to out-of-bag predictions of the training set."
     share = f"Predictions have the share λ = {loaded.record.centre:.2f} of the ensemble mean; the "

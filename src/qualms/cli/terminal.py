@@ -194,6 +194,8 @@ def with_files(message: str) -> str:
     # Values of a structure, such as frames[3].info['energy'], and frames[3] itself.
     message = re.sub(r"frames\[(\d+)\](?:\.[\w.]+\[('[^']*')\])", r"\2 of structure \1", message)
     message = re.sub(r"frames\[(\d+)\]", r"structure \1", message)
+    # Workers name the path and the number in the file.
+    message = re.sub(r"\b([Ss]tructure \d+) \('[^']*', frame \d+\)", r"\1", message)
     # Structures by their numbers, unless the file is named already.
     numbers = r"\b[Ss]tructures? \d+\b(?! of )(?:(?:, | and )\d+\b)*"
     return re.sub(numbers, lambda match: re.sub(r"\d+", place, match[0]), message)

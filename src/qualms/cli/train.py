@@ -163,7 +163,7 @@ def train(
     if test_files is not None:
         species = species_of(held_out if isinstance(frames, FrameFiles) else frames)
         with naming_files(test_files):
-            find_references(held_out, model.settings, species)
+            find_references(held_out, model.settings, species, unknown_species=None)
     evaluations: dict[str, Evaluation] = {}
     with open_workers(cluster, cluster_config, terminal) as executor:
         with naming_files(places):
@@ -182,7 +182,12 @@ def train(
             stages = Stages(terminal.progress())
             with naming_files(test_files):
                 evaluations = evaluate(
-                    model, held_out, skip_failed=skip_failed, stages=stages, executor=executor
+                    model,
+                    held_out,
+                    unknown_species=None,
+                    skip_failed=skip_failed,
+                    stages=stages,
+                    executor=executor,
                 )
             for remark in remarks_about(model, evaluations):
                 terminal.info(remark)

@@ -27,8 +27,7 @@ from qualms.ensembles.io import (
 from qualms.errors import InputError
 from qualms.gp.ensemble import calibration_factors, rescaled
 from qualms.io.files import atomic_output
-from qualms.io.predictions import DOF
-from qualms.io.xyz import xyz_text
+from qualms.io.xyz import DOF, LIMITS, xyz_text
 
 
 class Applied(NamedTuple):
@@ -102,7 +101,8 @@ def apply_calibration(
         renamed = ", ".join(f"{key} as REF_{key}" for key in sorted(aside))
         remarks.insert(0, f"Not predictions of these members, kept under another name: {renamed}.")
     entries = _entries(ensemble, std, write_members)
-    without = ensemble.columns.get(f"{ensemble.target}{DOF}", ())  # of another calibration
+    # Of another calibration.
+    without = tuple(f"{ensemble.target}{ending}" for ending in (DOF, *LIMITS))
     if ensemble.members is not None and not write_members:
         without += ensemble.columns.get(ensemble.key, ())
     if isinstance(source, DataTable):

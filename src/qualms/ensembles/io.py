@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from ase import Atoms
 from ase.io.extxyz import per_atom_properties
-from ase.stress import voigt_6_to_full_3x3_stress
+from ase.stress import full_3x3_to_voigt_6_stress, voigt_6_to_full_3x3_stress
 
 from qualms.arrays import BoolArray, Float64Array, IntArray, StrArray
 from qualms.atomistic.structures import read_frames
@@ -31,7 +32,8 @@ from qualms.calibration.vectors import (
 from qualms.errors import InputError, counted, did_you_mean, unknown_choice
 from qualms.gp.ensemble import MIN_ABSENT, ensemble_mean_std, out_of_bag_prediction
 from qualms.io.files import atomic_output, check_input
-from qualms.io.predictions import DOF, EXTRAPOLATES, write_csv, write_npz
+from qualms.io.predictions import EXTRAPOLATES, write_csv, write_npz
+from qualms.io.xyz import DOF
 
 #: Endings of the keys of members and of uncertainties; the last is a variance.
 MEMBERS = ("_ensemble", "_comm")
@@ -242,8 +244,13 @@ def read_ensemble(
         if name and name not in rows.keys:
             raise rows.unknown(parameter, name, "predictions")
     key, n = rows.predicted(target), len(rows.structure)
+    uncertainties = [name for name in (target + e for e in UNCERTAINTIES) if name in rows.arrays]
     if reference in rows.arrays:
         y = rows.numbers(reference)
+        sizes = [np.prod(rows.numbers(name).shape[1:]) for name in (key, *uncertainties)]
+        if target == "stress" and np.prod(y.shape[1:]) == 9 and any(k % 9 for k in sizes):
+            # Predictions have the six components that ASE makes of nine.
+            y = full_3x3_to_voigt_6_stress(y.reshape(-1, 3, 3))  # type: ignore[no-untyped-call]
         shape: tuple[int, ...] = y.shape[1:]
     elif n_components is not None:
         y = np.full((n, n_components), np.nan)
@@ -256,7 +263,6 @@ def read_ensemble(
         stored_mean = _like(target, stored, shape)
         shape = stored.shape[1:] if np.prod(stored.shape[1:]) == np.prod(shape) else shape
     k = int(np.prod(shape))
-    uncertainties = [name for name in (target + e for e in UNCERTAINTIES) if name in rows.arrays]
     values, flags, member_order = None, None, None
     member_shape: tuple[int, ...] = ()
     remarks: list[str] = []
@@ -310,7 +316,7 @@ def read_ensemble(
         structure=np.repeat(rows.structure, k),
         atom=np.repeat(rows.atom, k),
         component=np.tile(np.arange(k), n) if k > 1 else None,
-        per_atom=rows.symbols is not None,
+        per_atom=rows.per_atom,
         labels=None if by is None else np.repeat(_labels(rows, by), k),
         sizes=None if rows.sizes is None else np.repeat(rows.sizes, k),
         extrapolates=extrapolates,
@@ -415,8 +421,8 @@ class _Rows:
     """Values of files, with a row for each structure or atom.
 
     `arrays` are those that are read, by key, and `columns` the keys, or columns, that each was
-    joined from: see `_find`. `keys` are all keys of the files. `symbols` are elements, if rows are
-    atoms, and `sizes` numbers of atoms of their structures.
+    joined from: see `_find`. `keys` are all keys of the files. If rows are atoms, which `per_atom`
+    states, `symbols` are their elements, and `sizes` numbers of atoms of their structures.
     """
 
     arrays: dict[str, Any]
@@ -424,6 +430,7 @@ class _Rows:
     keys: Collection[str]
     structure: IntArray
     atom: IntArray
+    per_atom: bool
     symbols: StrArray | None
     sizes: IntArray | None
 
@@ -461,8 +468,12 @@ class _Rows:
         return numbers
 
     def listed(self) -> str:
-        """Return a sentence with all keys of the file."""
-        return f"The file has: {', '.join(sorted(self.keys)) or 'no keys'}."
+        """Return a sentence with all keys of the file, those with numbers by the ends."""
+        stems: dict[str, list[str]] = {}
+        for key in sorted(self.keys, key=_natural):
+            stems.setdefault(re.sub(r"\d+$", "", key), []).append(key)
+        names = [n if len(n) < 4 else [n[0], f"… {n[-1]}"] for n in stems.values()]
+        return f"The file has: {', '.join(itertools.chain(*names)) or 'no keys'}."
 
 
 def predicted_keys(target: str) -> list[str]:
@@ -606,6 +617,7 @@ def _frame_rows(frames: Sequence[Atoms], find: _Find, target: str) -> _Rows:
         (of_structures | of_atoms).keys() - {"numbers", "positions"},
         np.repeat(np.arange(len(frames)), counts),
         np.concatenate([np.arange(n) for n in counts]),
+        per_atom,
         np.concatenate([[*atoms.symbols] for atoms in frames]) if per_atom else None,
         np.repeat([len(atoms) for atoms in frames], counts),
     )
@@ -812,12 +824,35 @@ def _table_rows(table: DataTable, find: _Find) -> _Rows:
     }
     n = len(next(iter(arrays.values()), ()))
     labels = {name: column for name, column in table.columns.items() if column.shape == (n,)}
+    owner = _structures_of_atoms(table.columns, n)
+    if owner is not None:  # atoms have the values of their structures
+        sizes = table.columns["n_atoms"]
+        arrays = {key: a[owner] if len(a) == len(sizes) else a for key, a in arrays.items()}
+        atom = np.arange(n) - np.searchsorted(owner, owner)
+        labels = {"atom": atom} | labels | {"structure": owner, "n_atoms": sizes[owner]}
     structure = labels.get("structure", labels.get("index", np.arange(n)))
     if structure.dtype.kind not in "iu":
         structure = np.unique(structure.astype(str), return_inverse=True)[1].reshape(-1)
     atom = labels.get("atom", np.zeros(n, dtype=int))
     symbols, sizes = labels.get("symbol"), labels.get("n_atoms")
-    return _Rows(arrays, columns, table.columns, structure, atom, symbols, sizes)
+    per_atom = symbols is not None or "atom" in labels
+    return _Rows(arrays, columns, table.columns, structure, atom, per_atom, symbols, sizes)
+
+
+def _structures_of_atoms(columns: Mapping[str, Any], n: int) -> IntArray | None:
+    """Return the structure of each of n atoms, if other arrays have a row for each structure.
+
+    NPZ files of predictions have both. If not all atoms of the structures are predicted, or the
+    target belongs to atoms, there is a column `structure`.
+    """
+    sizes, owner = columns.get("n_atoms", np.empty(0)), columns.get("structure")
+    if sizes.dtype.kind not in "iu" or sizes.ndim > 1 or len(sizes) == n:
+        return None
+    if owner is None and np.all((sizes >= 0) & (sizes <= n)) and sizes.sum() == n:
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+    if owner is None or owner.dtype.kind not in "iu" or owner.shape != (n,):
+        return None
+    return owner if np.all((owner >= 0) & (owner < len(sizes))) else None
 
 
 def _numbered(names: Collection[str], stem: str) -> tuple[str, ...]:

@@ -25,7 +25,14 @@ from numpy.typing import NDArray
 from qualms.arrays import IntArray
 from qualms.errors import InputError
 from qualms.io.files import AnyPath, atomic_output
-from qualms.io.xyz import IN_COLUMNS, IN_COMMENT, set_aside_references, was_predicted, xyz_text
+from qualms.io.xyz import (
+    IN_COLUMNS,
+    IN_COMMENT,
+    LIMITS,
+    set_aside_references,
+    was_predicted,
+    xyz_text,
+)
 from qualms.prediction import Prediction
 
 Kind = Literal["structure", "atomic"]
@@ -33,8 +40,6 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
-#: Ending of the key of the degrees of freedom of the errors of a quantity.
-DOF = "_dof"
 
 #: Rows of a table that are written to Parquet together.
 ROW_GROUP = 10_000
@@ -115,8 +120,9 @@ class PredictionWriter:
             )
         values = {self._target: prediction.mean, f"{self._target}_uncertainty": prediction.std}
         if self._interval is not None:
-            low, high = prediction.interval(self._interval, "conformal")
-            values |= {f"{self._target}_lower": low, f"{self._target}_upper": high}
+            limits = prediction.interval(self._interval, "conformal")
+            names = [f"{self._target}{ending}" for ending in LIMITS]
+            values |= dict(zip(names, limits, strict=True))
         if self._ensemble:
             values[f"{self._target}_ensemble"] = prediction.members
         columns = {name: np.asarray(column) for name, column in (extra or {}).items()}

@@ -17,6 +17,11 @@ from numpy.typing import NDArray
 
 AnyArray = NDArray[Any]
 
+#: Endings of the keys of the limits of conformal intervals, and of the degrees of freedom of the
+#: errors of a quantity.
+LIMITS = ("_lower", "_upper")
+DOF = "_dof"
+
 #: Names with another meaning, in the comment line or among the columns.
 IN_COMMENT = ("Lattice", "Properties", "pbc")
 IN_COLUMNS = ("numbers", "positions", "symbols", "species", "pos", "Z", "move_mask")
@@ -91,7 +96,8 @@ def set_aside_references(
 
     ASE reads keys that it knows, such as energy and forces, as results of one calculator: forces of
     another origin would seem to belong to a predicted energy. Earlier predictions are not reference
-    values; they are removed together with their standard deviations, members and values of atoms.
+    values; they are removed together with their standard deviations, members, intervals and values
+    of atoms.
 
     Parameters
     ----------
@@ -118,9 +124,9 @@ def set_aside_references(
         is_old = {name for name in references if was_predicted(frame, before, name)}
         replaced = {target} if store is predicted else set()
         for name in is_old | replaced:
-            for ending in ("uncertainty", "ensemble"):
-                store.pop(f"{name}_{ending}", None)
-            atoms.info.pop(f"{name}_dof", None)
+            for ending in ("_uncertainty", "_ensemble", *LIMITS):
+                store.pop(f"{name}{ending}", None)
+            atoms.info.pop(f"{name}{DOF}", None)
         for name in references.keys() - is_old:
             store.setdefault(f"REF_{name}", references[name])
 
