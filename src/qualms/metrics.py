@@ -767,7 +767,7 @@ def bootstrap_scores(
     Parameters
     ----------
     y, prediction
-        As in :func:`score`.
+        As in :func:`qualms.score`.
     groups : array of y.shape or of shape (n,), optional
         Labels of points that are drawn together, such as the atoms of one structure. Each row by
         itself by default.
