@@ -256,7 +256,7 @@ def test_structures_that_fail_are_named_or_left_out(rich):
     with rejects("frames[3]"):
         model.predict(rich)
     with pytest.warns(QualmsWarning, match="structure 3 "):
-        computable = [i for i, _ in model.reference.computable(enumerate(rich))]
+        computable = [i for i, _ in model.baseline_potential.computable(enumerate(rich))]
     assert {*computable} == {*range(20)} - {3, 11}
     with rejects("frames[3]"):
         evaluate(model, rich)

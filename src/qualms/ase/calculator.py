@@ -278,8 +278,8 @@ class ModelCalculator(UncertaintyCalculator):
         results["forces"] = learned.forces[..., 0]
         if learned.virials is not None:
             results["stress"] = learned.virials[0, :, 0] / atoms.cell.volume
-        if model.reference is not None:
-            values = model.reference.evaluate([atoms], forces=True, stress=stress)
+        if model.baseline_potential is not None:
+            values = model.baseline_potential.evaluate([atoms], forces=True, stress=stress)
             for name, of_baseline in zip(("energy", "forces", "stress"), values, strict=True):
                 if of_baseline is not None:
                     results[name] = results[name] + of_baseline[0]
@@ -444,11 +444,12 @@ def _check_model(model: Model) -> None:
             "in eV.",
             parameter="model",
         )
-    if isinstance(model.reference, StoredPotential):  # values of other positions would be used
+    # Values of other positions would be used.
+    if isinstance(model.baseline_potential, StoredPotential):
         raise InputError(
-            f"The baseline of the `model` is read from structures ({model.reference.name}) and is "
-            "not known when atoms move. Load the model with the calculator that computes it: "
-            "AtomisticModel.load(path, baseline=…).",
+            "The baseline of the `model` is read from structures "
+            f"({model.baseline_potential.name}) and is not known when atoms move. Load the model "
+            "with the calculator that computes it: AtomisticModel.load(path, baseline=…).",
             parameter="model",
         )
 

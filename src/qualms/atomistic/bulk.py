@@ -102,8 +102,10 @@ def predict_batches(
     """
     target, (factor, units) = model.settings.target, output.units(model)
     of_forces = output.forces or (output.atoms and model.fitted.settings.has_forces)
-    if output.skip_failed and model.reference is not None:
-        numbered = model.reference.computable(numbered, forces=of_forces, stress=output.stress)
+    if output.skip_failed and model.baseline_potential is not None:
+        numbered = model.baseline_potential.computable(
+            numbered, forces=of_forces, stress=output.stress
+        )
     waiting: deque[int] = deque()
 
     def frames() -> Iterator[Atoms]:

@@ -258,7 +258,7 @@ class Census:
     """Labels of structures, and facts about them; those of several parts can be joined."""
 
     data: TrainingSet
-    before: Float64Array  #: (N,): the target before a reference potential is subtracted
+    before: Float64Array  #: (N,): the target before a baseline potential is subtracted
     prints: list[bytes]  #: fingerprints of structures
     hashes: list[bytes]  #: of each structure with its labels, as they were given
     group_labels: list[str]  #: of each structure, if groups have a key
@@ -396,7 +396,7 @@ _POTENTIALS: dict[str, BaselinePotential] = {}
 
 
 def _potential_of_worker(settings: Settings) -> BaselinePotential:
-    """Return the reference potential of the labels, created once in each worker."""
+    """Return the baseline potential of the labels, created once in each worker."""
     key = f"{settings.baseline_potential!r} {settings.units} {settings.representation!r}"
     if key not in _POTENTIALS:
         made = make_baseline_potential(settings, confirmed=settings.baseline_potential)
@@ -586,7 +586,7 @@ def check_not_constant(target: str, values: Float64Array, sizes: IntArray) -> No
 
 
 def check_differences(name: str, target: str, data: TrainingSet, before: Float64Array) -> None:
-    """Warn if differences from a reference potential vary more than the energies.
+    """Warn if differences from a baseline potential vary more than the energies.
 
     A potential of the opposite sign doubles them, other units do more.
 
@@ -622,7 +622,7 @@ def _differences(
     skip_failed: bool,
     required: bool,
 ) -> tuple[Labelled, ForceLabels | None]:
-    """Return energies, forces and virials less those of a reference potential.
+    """Return energies, forces and virials less those of a baseline potential.
 
     Structures for which it fails are left out with `skip_failed`, isolated atoms always.
     """

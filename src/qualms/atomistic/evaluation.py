@@ -152,7 +152,7 @@ def evaluate(
         Structures with elements that are not in the training set are rejected or left out; see
         `find_references`.
     skip_failed : bool
-        Whether structures for which the reference potential of the baseline fails are left out with
+        Whether structures for which the baseline potential fails are left out with
         a warning, rather than an error.
     stages : Stages, optional
         Shows the progress.
@@ -182,9 +182,9 @@ def evaluate(
         references = {name: references[name] for name in quantities if name in references}
         if not references:
             return {}
-    if model.reference is not None:
+    if model.baseline_potential is not None:
         with stages.stage("Baseline"):
-            references = _computable(model.reference, frames, references, skip_failed)
+            references = _computable(model.baseline_potential, frames, references, skip_failed)
     used = np.unique(np.concatenate([of.structure for of in references.values()]))
     structures = [frames[i] for i in used]
     prediction = _predict(model, structures, references, stages, as_workers(executor))
@@ -277,7 +277,7 @@ def _computable(
     references: Mapping[str, References],
     skip_failed: bool,
 ) -> dict[str, References]:
-    """Compute the reference potential, and leave out structures for which it fails."""
+    """Compute the baseline potential, and leave out structures for which it fails."""
     used = np.unique(np.concatenate([of.structure for of in references.values()]))
     stressed = np.isin(used, references["stress"].structure if "stress" in references else ())
     failed = []

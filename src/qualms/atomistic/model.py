@@ -82,9 +82,9 @@ class AtomisticModel:
         self._fitted: Fitted | None = None
         self._lock = RLock()  # of what is made when it is needed: threads may share a model
         self._potential: Potential | None = None
-        #: The reference potential as the user gave it, rather than a file.
+        #: The baseline potential as the user gave it, rather than a file.
         self._confirmed = confirmed
-        self._reference: BaselinePotential | None = None
+        self._baseline_potential: BaselinePotential | None = None
 
     def fit(
         self,
@@ -110,7 +110,7 @@ class AtomisticModel:
         progress : bool or ProgressDisplay
             Whether to show the progress on standard error, or what shows it.
         skip_failed : bool
-            Whether structures for which the reference potential of the baseline fails are left out
+            Whether structures for which the baseline potential fails are left out
             with a warning, rather than an error.
         executor : concurrent.futures.Executor or dask.distributed.Client, optional
             Workers that compute parts of the structures; see the page on scaling. Structures of
@@ -134,7 +134,8 @@ class AtomisticModel:
             workers=as_workers(executor, self.threads if executor is None else 1),
             threads=self.threads,
             stages=Stages(Bars() if progress is True else progress or None),
-            potential=self.reference,  # an error if a file names code that no user confirmed
+            # An error if a file names code that no user confirmed.
+            potential=self.baseline_potential,
             skip_failed=skip_failed,
         )
         self._potential = None
@@ -157,7 +158,7 @@ class AtomisticModel:
         fitted : Fitted
         threads : int, optional
         confirmed : PotentialSettings, optional
-            The reference potential that the user named, so that its code may run.
+            The baseline potential that the user named, so that its code may run.
         """
         model = cls.__new__(cls)
         model._start(fitted.settings, threads, confirmed)
@@ -296,12 +297,12 @@ class AtomisticModel:
                     parameter="unknown_species",
                 )
         smooth = derivatives or smooth or self.fitted.has_label_basis
-        potential, reference = self.potential if smooth else None, self.reference
+        potential, baseline = self.potential if smooth else None, self.baseline_potential
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))
             with limited(self.threads, n_atoms):
-                yield predict_chunk(chunk, request, potential, reference)
+                yield predict_chunk(chunk, request, potential, baseline)
 
     def chunks(
         self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
@@ -367,7 +368,7 @@ class AtomisticModel:
         Predictions equal those of the saved model to 1e-6 σ: some processors round differently if
         arrays are at other places in memory.
 
-        A model with a reference potential creates it at the first prediction. No code that a file
+        A model with a baseline potential creates it at the first prediction. No code that a file
         names is imported, and no file that it names is opened: give them again.
 
         Parameters
@@ -395,7 +396,7 @@ class AtomisticModel:
         fitted.representation.prepare()
         model = cls.from_fitted(fitted, threads=threads, confirmed=confirmed)
         if confirmed is not None:
-            _ = model.reference  # rejects another one than that of the training
+            _ = model.baseline_potential  # rejects another one than that of the training
         return model
 
     def with_calibration(self, method: str | None) -> AtomisticModel:
@@ -442,20 +443,20 @@ class AtomisticModel:
             return self._potential
 
     @property
-    def reference(self) -> BaselinePotential | None:
-        """The reference potential whose values are added to predictions, if there is one."""
+    def baseline_potential(self) -> BaselinePotential | None:
+        """The baseline potential whose values are added to predictions, if there is one."""
         if self.settings.baseline_potential is None:
             return None
         with self._lock:
-            if self._reference is None:
-                self._reference = make_baseline_potential(
+            if self._baseline_potential is None:
+                self._baseline_potential = make_baseline_potential(
                     self.settings, confirmed=self._confirmed, threads=self.threads
                 )
-            return self._reference
+            return self._baseline_potential
 
     def __getstate__(self) -> dict[str, Any]:
         # featomic's calculators cannot be pickled, and are made again when they are needed.
-        state = self.__dict__ | {"_potential": None, "_reference": None}
+        state = self.__dict__ | {"_potential": None, "_baseline_potential": None}
         return {name: value for name, value in state.items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -575,8 +576,8 @@ def _independent(fitted: Fitted) -> str:
 
 
 def _baseline(fitted: Fitted) -> str:
-    reference = fitted.settings.baseline_potential
-    if reference is None:
+    potential = fitted.settings.baseline_potential
+    if potential is None:
         return fitted.baseline.name
-    arguments = ", ".join(f"{name}={value}" for name, value in reference.arguments.items())
-    return f"{reference.name}{f' ({arguments})' if arguments else ''}, then {fitted.baseline.name}"
+    arguments = ", ".join(f"{name}={value}" for name, value in potential.arguments.items())
+    return f"{potential.name}{f' ({arguments})' if arguments else ''}, then {fitted.baseline.name}"

@@ -89,7 +89,7 @@ class StructurePrediction(Prediction):
         Of the structures whose cells have a volume, `is_solid` (n_structures,).
     atoms : list of Prediction, optional
         Contributions of atoms to each structure, which sum (extensive) or average (intensive) to
-        the target member by member; a reference potential has none.
+        the target member by member; a baseline potential has none.
     novelty : (n_structures,) array
         Largest novelty of an environment: beyond one, the structure is an extrapolation.
     atom_novelty : list of arrays, optional
@@ -424,7 +424,7 @@ def predict_chunk(
     chunk: Chunk,
     request: Request,
     potential: Potential | None,
-    reference: BaselinePotential | None,
+    baseline: BaselinePotential | None,
 ) -> StructurePrediction:
     """Return the calibrated prediction of some structures.
 
@@ -438,7 +438,7 @@ def predict_chunk(
     request : Request
     potential : Potential, optional
         Predicts derivatives; not needed if there are features.
-    reference : BaselinePotential, optional
+    baseline : BaselinePotential, optional
         Its values are added.
     """
     fitted = chunk.fitted
@@ -484,8 +484,8 @@ def predict_chunk(
     target, process = learned, raw.process
     if process is not None:
         process *= chunk.factors
-    if reference is not None:
-        values = reference.evaluate(
+    if baseline is not None:
+        values = baseline.evaluate(
             chunk.reduced,
             forces=request.forces,
             stress=request.stress,

@@ -60,7 +60,7 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class PotentialSettings(BaseModel):
-    """A reference potential, whose energies, forces and stresses are subtracted (Δ-learning).
+    """A baseline potential, whose energies, forces and stresses are subtracted (Δ-learning).
 
     It has names only: nothing is imported before a value of the potential is needed.
     """
@@ -99,12 +99,12 @@ class PotentialSettings(BaseModel):
         name = (self.calculator or "").partition(":")[0]
         problem = ""
         if (self.calculator is None) == (self.key is None):
-            problem = "A reference potential has a calculator or a key, and not both."
+            problem = "A baseline potential has a calculator or a key, and not both."
         elif self.calculator is not None and (self.forces or self.stress):
             problem = "Keys of forces and stress belong to the key of an energy, not to a "
             problem += f"calculator such as {self.calculator!r}."
         elif self.arguments and (self.key or name in ("backbone", "sevennet")):
-            problem = f"The reference potential {self.name} takes no arguments."
+            problem = f"The baseline potential {self.name} takes no arguments."
         elif name in CALCULATORS:
             problem = self._problem_of_known(name)
         elif self.calculator not in (None, "backbone") and not _IMPORT_PATH.fullmatch(
@@ -135,7 +135,7 @@ class PotentialSettings(BaseModel):
 
 
 def as_potential(value: Any) -> PotentialSettings | None:
-    """Return the reference potential that a baseline is or names, or None if it is another one."""
+    """Return the baseline potential that a baseline is or names, or None if it is another one."""
     if isinstance(value, str) and (value == "backbone" or value in CALCULATORS or ":" in value):
         value = {"calculator": value}
     if not isinstance(value, Mapping) or not {"calculator", "key"} & {*value}:
@@ -231,7 +231,7 @@ class Settings(BaseModel):
         '{"composition", "mean", "atoms", "none"}, str or dict',
         "Subtracted before learning: least squares in the composition; a constant; energies of "
         "isolated atoms, given here by element or found in the data "
-        "(``config_type=isolated_atom``); nothing. Or a reference potential, for Δ-learning: "
+        "(``config_type=isolated_atom``); nothing. Or a baseline potential, for Δ-learning: "
         "``tblite:GFN2-xTB``, ``backbone`` (the pretrained network of the representation), "
         "``package.module:callable`` (an ASE calculator), or a dict with ``calculator`` and "
         "``arguments``, or with the ``key`` of its energies in the structures.",
@@ -342,7 +342,7 @@ class Settings(BaseModel):
 
     @property
     def baseline_potential(self) -> PotentialSettings | None:
-        """The reference potential, if there is one."""
+        """The baseline potential, if there is one."""
         return self.baseline if isinstance(self.baseline, PotentialSettings) else None
 
     @property
@@ -554,7 +554,7 @@ def _check_members(settings: Settings) -> None:
 
 
 def _check_potential(settings: Settings, potential: PotentialSettings) -> None:
-    """Reject a reference potential of a property that is no energy, or in unknown units."""
+    """Reject a baseline potential of a property that is no energy, or in unknown units."""
     if settings.kind != "extensive":
         raise InputError(
             f"The baseline {potential.name} is a potential of energies; the target is "

@@ -36,7 +36,7 @@ Threads = Annotated[
 BaselineKey = Annotated[
     str | None,
     Option(
-        help="Key of energies of the reference potential in the structures, such as xtb_energy; "
+        help="Key of energies of the baseline potential in the structures, such as xtb_energy; "
         "forces and stresses are under xtb_forces and xtb_stress.",
     ),
 ]
@@ -44,8 +44,7 @@ SkipFailed = Annotated[
     bool,
     Option(
         "--skip-failed",
-        help="Leave out structures for which the reference potential of the baseline fails, with a "
-        "warning.",
+        help="Leave out structures for which the baseline potential fails, with a warning.",
     ),
 ]
 InUnits = Annotated[
@@ -86,7 +85,7 @@ RUNNING = {
     "confirm_baseline": Annotated[
         str | None,
         Option(
-            help="Confirm the reference potential that the model was trained with, if it is an "
+            help="Confirm the baseline potential that the model was trained with, if it is an "
             "import path (package.module:callable), or replace a key by a calculator.",
         ),
     ],

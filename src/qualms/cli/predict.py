@@ -130,7 +130,7 @@ def predict(
     }.items():
         if n[name]:
             warn(f"{n[name]} of {n['structures']} structures {text}")
-    if atoms and loaded.reference is not None:
+    if atoms and loaded.baseline_potential is not None:
         terminal.info(f"{target}_atoms are contributions to the difference from the baseline.")
     counts = {f"n_{name}": count for name, count in n.items()}
     terminal.result(
