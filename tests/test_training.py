@@ -490,7 +490,7 @@ def test_recomputed_features_give_the_same_model(molecules, monkeypatch, selecti
         assert radius <= 2 * farthest_points(X, 100).distances[-1]
 
 
-def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
+def test_the_baseline_potential_is_computed_once(molecules, monkeypatch):
     """Also if features do not fit in the memory: the plan is made before."""
     calls = []
 
@@ -504,7 +504,9 @@ def test_the_reference_potential_is_computed_once(molecules, monkeypatch):
         atoms.info["cheap"] = 0.9 * atoms.info[ENERGY]
     model = make_model(baseline={"key": "cheap"})
     monkeypatch.setattr(training, "memory_needed", lambda *_, **options: needs(options))
-    monkeypatch.setattr(AtomisticModel, "reference", Counting(model.settings.baseline_potential))
+    monkeypatch.setattr(
+        AtomisticModel, "baseline_potential", Counting(model.settings.baseline_potential)
+    )
 
     def needs(options):
         size = 1e15 if options.get("cached") else 1e8
