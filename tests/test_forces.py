@@ -18,6 +18,7 @@ from atomistic_fixtures import (
     make_force_model,
     make_model,
     membership,
+    problem_of,
 )
 from checks import rejects
 from hypothesis import given, settings
@@ -35,6 +36,7 @@ from qualms.atomistic.forces import (
     packed_labels,
 )
 from qualms.atomistic.labels import ForceLabels
+from qualms.atomistic.settings import make_settings
 from qualms.calibration.members import source_members
 from qualms.data import qm9
 from qualms.features import soap_derivatives
@@ -528,6 +530,19 @@ def test_labels_span_models_of_squares_with_derivatives():
         make_force_model(representation=cubes, basis="labels").fit(alloys()[:12])
     cubic = make_force_model(representation=cubes, calibration="student").fit(alloys()[:12])
     assert not cubic.fitted.has_label_basis
+
+
+@pytest.mark.parametrize(
+    ("n", "changes", "basis"),
+    [
+        (3, {"compression": {"n_features": 10}}, "labels"),  # 13 labels each, of 55 products
+        (12, {"compression": {"n_features": 10}}, "environments"),
+        (3, {"compression": None, "n_radial": 12, "l_max": 9}, "environments"),  # 3000 features
+    ],
+)
+def test_few_labels_are_the_basis_by_default(n, changes, basis):
+    given = {"target": "energy", "forces": "force", "representation": METAL | changes}
+    assert problem_of(alloys()[:n], make_settings(given)).settings.basis == basis
 
 
 def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():

@@ -120,8 +120,9 @@ _POSTERIOR_STREAM, _BLOCK_STREAM = 4, 7
 #: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
 #: and 3000 differ by 0.5 %.
 _MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
-#: Labels all of which are the basis, if labels are.
-_FEW_LABELS = 1000
+#: Labels all of which are the basis, if labels are; products of two features, two scales of 192,
+#: with which labels are it by default: more take much memory and time, and hardly lower errors.
+_FEW_LABELS, _MOST_PRODUCTS = 1000, 75_000
 #: Twice the representatives must lower errors by this share at least, for each effort: predictions
 #: take twice the time, and the ratio of two errors of some thousand rows is uncertain by a few per
 #: cent.
@@ -263,7 +264,8 @@ def _with_basis(settings: Settings, data: TrainingSet) -> Settings:
     by_labels = settings.model_copy(update={"basis": "labels"})
     if possible:
         d = n_features(by_labels, data, 1)[0]
-        if data.n_rows <= d * (d + 1) // 2:
+        n_products = d * (d + 1) // 2
+        if data.n_rows <= n_products <= _MOST_PRODUCTS:
             log.info("Basis: combinations of labels.")
             return by_labels
     return settings.model_copy(update={"basis": "environments"})
