@@ -86,7 +86,7 @@ class KernelTerm:
         return q * (q + 1) // 2
 
     def collapsed(self) -> KernelTerm:
-        """Return the same energy by quadratic forms, if that takes less time."""
+        """Return the term with its energy as quadratic forms, if that takes less time."""
         X, weights = self.representatives, self.share * self.weights
         (M, q), R = X.shape, self.n_members
         if not self.is_square or q > M or 8.0 * R * q**2 > 256e6:  # bytes
