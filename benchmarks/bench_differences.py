@@ -123,7 +123,7 @@ def combined(C: csr_array, prediction: Prediction) -> Prediction:
 
 
 def independent(C: csr_array, prediction: Prediction) -> Prediction:
-    """Return the same values, with uncertainties as if errors were independent."""
+    """Return the values of a prediction, with uncertainties as if errors were independent."""
     quadrature = np.sqrt(abs(C) @ prediction.std**2)
     joint = combined(C, prediction)
     factors = (quadrature / joint.std)[:, None]

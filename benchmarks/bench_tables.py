@@ -157,7 +157,7 @@ def gaussian(mean: np.ndarray, std: np.ndarray) -> Intervals:
 
 
 def qualms(model: Any, X: np.ndarray, y: np.ndarray, X_test: np.ndarray, seed: int) -> Intervals:
-    """Return what the defaults give."""
+    """Return the intervals of the defaults."""
     fitted = ResamplingRegressor(model, random_state=seed).fit(X, y)
     return gaussian(*fitted.predict(X_test, return_std=True))
 

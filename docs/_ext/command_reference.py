@@ -60,7 +60,7 @@ def _leaves(title: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _usage(parameters: Iterable[Any], types: Mapping[str, Any]) -> list[str]:
-    """Return what must be given."""
+    """Return the required arguments and options."""
     needed = [p for p in parameters if p.required]
     arguments = [_argument(p) for p in needed if _is_argument(p)]
     options = [f"{p.opts[0]} {_value(p, types[p.name])}" for p in needed if not _is_argument(p)]
@@ -102,7 +102,7 @@ def _row(parameter: Any, annotation: Any) -> tuple[str, str]:
 
 
 def _value(parameter: Any, annotation: Any) -> str:
-    """Return what stands for the value of an option."""
+    """Return the placeholder for the value of an option."""
     kinds = [kind for kind in get_args(annotation) if kind is not NoneType] or [annotation]
     return str(parameter.metavar or _VALUES.get(kinds[0], "TEXT"))
 

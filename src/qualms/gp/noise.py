@@ -132,7 +132,7 @@ class _Basis(NamedTuple):
 def _search(
     gram: Float64Array, grid: Float64Array, score: Callable[[_Basis], Float64Array]
 ) -> tuple[Float64Array, Float64Array]:
-    """Minimise the score by a golden-section search on the grid; return what was tried.
+    """Minimise the score by a golden-section search; return the values tried, and scores.
 
     There is one factorisation per value. `scipy.optimize.minimize_scalar` takes half as many again.
     """
