@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
+from featomic import SphericalExpansion
 
 from qualms import AtomisticModel
 from qualms.atomistic.structures import read_frames
 from qualms.data import qm9
 from qualms.features.base import Problem
+from qualms.features.densities import expansion_options
 from qualms.features.soap import (
     Compression,
     DscribeEngine,
@@ -143,7 +145,8 @@ def raw_dscribe(engine: DscribeEngine, frames: Sequence[Atoms], *, own_species: 
 
 def raw_featomic(engine: FeatomicEngine, frames: Sequence[Atoms]) -> None:
     """Call featomic and do nothing else."""
-    engine.expansion.compute(list(frames), use_native_system=True)
+    expansion = SphericalExpansion(**expansion_options(engine.scale))
+    expansion.compute(list(frames), use_native_system=True)
 
 
 def engine_calls(soap: Soap, frames: Sequence[Atoms]) -> dict[str, Callable[[], object]]:

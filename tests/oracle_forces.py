@@ -5,13 +5,13 @@ numerical derivatives of these energies.
 """
 
 import itertools
-import json
 
 import numpy as np
 from featomic import SoapPowerSpectrum
 
 from qualms.atomistic.forces import Derivatives, derivative_rows
 from qualms.features.compression import mixing_weights
+from qualms.features.densities import expansion_options
 from qualms.features.soap import in_cell, make_engine
 
 
@@ -20,7 +20,7 @@ def power_spectra(representation, scale, atoms):
     if scale.pseudo_species is not None:
         return mixed_spectra(representation, scale, atoms)
     engine = make_engine("featomic", scale, representation.species)
-    calculator = SoapPowerSpectrum(**json.loads(engine.expansion.parameters))
+    calculator = SoapPowerSpectrum(**expansion_options(scale))
     spectra = np.zeros((len(atoms), engine.n_features))
     for key, block in calculator.compute(in_cell(atoms, scale)).items():
         pair = (int(key["neighbor_1_type"]), int(key["neighbor_2_type"]))

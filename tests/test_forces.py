@@ -8,7 +8,6 @@ import oracle_forces
 import pytest
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
-from ase.neighborlist import neighbor_list
 from atomistic_fixtures import SMOOTH as METAL
 from atomistic_fixtures import (
     copies,
@@ -41,7 +40,6 @@ from qualms.calibration.members import source_members
 from qualms.data import qm9
 from qualms.features import soap_derivatives
 from qualms.features.base import VOIGT
-from qualms.features.soap_derivatives import Surroundings
 from qualms.gp.kernels import pack
 from qualms.io.predictions import EXTRAPOLATES
 
@@ -596,58 +594,16 @@ def test_parts_have_the_derivatives_of_the_whole(name, monkeypatch):
     potential = make_potential(fitted, fitted.weights[:, :3])
     kernels = kernel_terms(fitted.representation, fitted.representatives[::10])
 
-    def found(large):
-        monkeypatch.setattr(soap_derivatives, "LARGE", large)
-        both = derivatives(potential, frames, strain=True)
+    def found(size):
+        monkeypatch.setattr(soap_derivatives, "BATCH", size)
+        both = derivatives(potential, frames, strain=True, atoms=True)
         arrays = [both.energies, both.forces, both.virials, both.atoms]
         if name == "an oblique crystal":
             arrays += oracle_forces.kernel_rows(kernels, frames, strain=True)[:3]
         return arrays
 
-    for cut, whole in zip(found(50), found(10**9), strict=True):
-        assert_same(cut, whole, 1e-9)
-
-
-@settings(max_examples=10)
-@given(
-    seed=st.integers(0, 1000),
-    pbc=st.tuples(*[st.booleans()] * 3),
-    oblique=st.floats(-0.3, 0.3),
-    cutoff=st.floats(1.0, 5.0),
-)
-def test_cutouts_have_all_neighbours(seed, pbc, oblique, cutoff):
-    atoms = large_crystal(pbc, repeat=(3, 4, 3), oblique=oblique, seed=seed)
-    centers = np.sort(np.random.default_rng(seed).choice(len(atoms), 9, replace=False))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soap_derivatives, "LARGE", 50)
-        cutout, origins, places = Surroundings(atoms, cutoff).around(centers)
-    np.testing.assert_array_equal(origins[places], centers)
-    np.testing.assert_array_equal(cutout.numbers, atoms.numbers[origins])
-    i, j, d = neighbor_list("ijd", atoms, cutoff)
-    k, m, e = neighbor_list("ijd", cutout, cutoff)
-    for own, here in zip(centers, places, strict=True):
-        expected = sorted(zip(j[i == own], np.round(d[i == own], 6), strict=True))
-        found = sorted(zip(origins[m[k == here]], np.round(e[k == here], 6), strict=True))
-        assert [pair[0] for pair in found] == [pair[0] for pair in expected]
-        np.testing.assert_allclose(
-            [pair[1] for pair in found], [pair[1] for pair in expected], atol=2e-6
-        )
-
-
-def test_parts_are_all_atoms_once_and_do_not_grow_with_the_structure():
-    sizes = []
-    for repeat in ((2, 2, 2), (3, 3, 20), (6, 6, 6), (10, 10, 10)):
-        structure = Surroundings(large_crystal(repeat=repeat), METAL["cutoff"])
-        parts = list(structure.parts(64))
-        assert sorted(np.concatenate(parts).tolist()) == list(range(len(structure.atoms)))
-        assert max(map(len, parts)) <= 64
-        assert len(parts) <= 1.2 * len(structure.atoms) / 64 + 1
-        sizes.append(len(structure.around(parts[0])[0]))
-    assert sizes[3] < 500
-    assert sizes[3] < 1.2 * sizes[2]
-    narrow = large_crystal(repeat=(1, 10, 9))
-    assert len(narrow) >= soap_derivatives.LARGE
-    assert Surroundings(narrow, METAL["cutoff"]).around(np.arange(5))[0] is narrow
+    for part, whole in zip(found(50), found(10**9), strict=True):
+        assert_same(part, whole, 1e-9)
 
 
 # --- models that learned forces and stresses ---

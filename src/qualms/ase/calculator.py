@@ -251,13 +251,13 @@ class ModelCalculator(UncertaintyCalculator):
         raise NotImplementedError
 
     def _predict(
-        self, atoms: Atoms, *, forces: bool = False, stress: bool = False
+        self, atoms: Atoms, *, forces: bool = False, stress: bool = False, means: bool = False
     ) -> StructurePrediction:
-        """Return the prediction of a structure."""
+        """Return the prediction of a structure, perhaps with derivatives of its mean alone."""
         if not isinstance(self.model, AtomisticModel):
             return self.model.predict([atoms], forces=forces, stress=stress).structure(0)
         novelty = "novelty" in self._needs
-        request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty)
+        request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty, means=means)
         smooth = "forces" in self.implemented_properties
         (prediction,) = self.model.stream([atoms], request, smooth=smooth)
         return prediction.structure(0)
@@ -613,9 +613,11 @@ class Calculator(ModelCalculator):
         names = {name for name in properties if "forces" in _NEEDS.get(name, ())}
         only_means = not is_turn and names <= {"forces", "stress"} and "gradient" not in self._needs
         if only_means and isinstance(self.model, AtomisticModel):
-            n = self.model.fitted.weights.shape[1]
-            means = self._of_mixture(self.model, np.full(n, 1 / n), atoms, stress=stress)
-            return means | self._of_energy(self._predict(atoms))
+            predicted = self._predict(atoms, forces=True, stress=stress, means=True)
+            assert predicted.parts.means is not None
+            ((forces, of_cell),) = predicted.parts.means
+            results = self._of_energy(predicted) | {"forces": forces}
+            return results if of_cell is None else results | {"stress": of_cell}
         predicted = self._predict(atoms, forces=True, stress=stress)
         results = self._of_energy(predicted)
         for name in ("forces", "stress")[: 1 + stress]:

@@ -28,7 +28,6 @@ from scipy.sparse import csr_array
 
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.fitted import Fitted
-from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.labels import ForceLabels
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
@@ -97,21 +96,39 @@ class KernelTerm:
         """Return e (n, R), ∂e/∂y (n, R, k) and the k columns of y."""
         x, columns = tape.x, tape.columns
         if self.forms is not None:
-            columns = np.arange(x.shape[1])
-            slopes = 2 * (x @ self.forms).swapaxes(0, 1)
-            energies = (slopes @ x[:, :, None])[:, :, 0] / 2
+            columns, (R, q, _) = np.arange(x.shape[1]), self.forms.shape
+            slopes = (x @ self.forms.reshape(R * q, q).T).reshape(len(x), R, q)
+            energies = (slopes @ x[:, :, None])[:, :, 0]
+            slopes *= 2
         else:
             x = x[:, columns]
             energies, slopes = self._by_representatives(x, columns)
         if tape.feature_scale is None:  # ∂e/∂y = (b − (x·b) x)/|y|
             slopes = slopes - (slopes @ x[:, :, None]) * x[:, None, :]
-        return energies, slopes / tape.lengths[:, :, None], columns
+        slopes /= tape.lengths[:, :, None]
+        return energies, slopes, columns
 
     def energies(self, x: Float64Array) -> Float64Array:
         """Return e (n, R)."""
         if self.forms is None:
             return self.kernel(x, self.representatives) @ self.weights
-        return np.asarray(((x @ self.forms) * x).sum(axis=2).T)
+        R, q, _ = self.forms.shape
+        return np.asarray(
+            np.einsum("iq,irq->ir", x, (x @ self.forms.reshape(R * q, q).T).reshape(-1, R, q))
+        )
+
+    def total_energies(self, x: Float64Array, owners: IntArray) -> Float64Array:
+        """Return sums of e over environments with the same owner, which are consecutive: (s, R).
+
+        With quadratic forms they are tr F Σ xxᵀ.
+        """
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
+        if self.forms is None:
+            kernel = self.kernel(x, self.representatives)
+            return np.asarray(np.add.reduceat(kernel, first, axis=0) @ self.weights)
+        squares = [part.T @ part for part in np.split(x, first[1:])]
+        flat = np.reshape(squares, (len(first), -1))
+        return np.asarray(flat @ self.forms.reshape(len(self.forms), -1).T)
 
     def _by_representatives(
         self, x: Float64Array, columns: IntArray
@@ -174,11 +191,11 @@ class Derivatives(NamedTuple):
     """Energies of R members or representatives, without baseline, and their derivatives."""
 
     energies: Float64Array  #: (n_structures, R)
-    forces: Float64Array  #: (n_atoms, 3, R)
+    forces: Float64Array  #: (n_atoms, 3, R), or of S combinations of members
     #: (n_structures, 6, R): ∂E/∂ε in the order of `qualms.features.base.VOIGT`
     virials: Float64Array | None
     atoms: Float64Array | None = None  #: (n_atoms, R): energy of each environment
-    novelty: FloatArray | None = None  #: (n_atoms,)
+    features: Float64Array | None = None  #: (n_atoms, d): those of all terms of the kernel
 
 
 def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> Derivatives:
@@ -195,7 +212,9 @@ def derivatives(
     *,
     forces: bool = True,
     strain: bool = False,
-    novelty: bool = False,
+    atoms: bool = False,
+    features: bool = False,
+    of: Potential | None = None,
 ) -> Derivatives:
     """Return energies and derivatives of structures, batch by batch of environments.
 
@@ -205,37 +224,37 @@ def derivatives(
     frames : sequence of Atoms
     forces, strain : bool
         Whether forces, and virials, are computed; forces are zero otherwise.
-    novelty : bool
-        Whether the novelty of environments is computed.
+    atoms, features : bool
+        Whether energies and features of environments are returned.
+    of : Potential, optional
+        The combinations of members whose derivatives are computed; those of all by default.
     """
-    M, R = len(potential[0].representatives), potential[0].n_members
-    n_atoms = sum(map(len, frames))
-    total = _no_derivatives(len(frames), n_atoms, R, strain)
-    atoms, similarity = np.zeros((n_atoms, R)), np.zeros((n_atoms * novelty, M), dtype=np.float32)
-    of_atoms, of_representatives = np.zeros(n_atoms), np.zeros(M)
-    for term in potential:
-        if novelty:
-            of_representatives += term.kernel(term.representatives, term.representatives)
+    R, S, n_atoms = potential[0].n_members, (of or potential)[0].n_members, sum(map(len, frames))
+    total = _no_derivatives(len(frames), n_atoms, S, strain)
+    total = total._replace(energies=np.zeros((len(frames), R)))
+    of_atoms, x_of_terms = np.zeros((n_atoms, R)), []
+    for term, combined in zip(potential, of or potential, strict=True):
+        x_of_terms.append(np.zeros((n_atoms * features, term.representatives.shape[1])))
         for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
-            centers, x = tape.atoms[tape.centers], tape.x
-            if novelty:
-                similarity[centers] += term.kernel(x, term.representatives)
-                of_atoms[centers] += term.kernel(x, x)
+            centers, energies = tape.atoms[tape.centers], None
             if forces:
-                energies, slopes, columns = term.energy_slopes(tape)
+                energies, slopes, columns = combined.energy_slopes(tape)
                 by_positions, by_strain = tape.pull_back(slopes, columns)
                 # An atom, or structure, may come in several batches, but only once in each.
                 total.forces[tape.atoms] -= by_positions
                 if total.virials is not None and by_strain is not None:
                     total.virials[tape.structures] += by_strain
-            else:
-                energies = term.energies(x)
-            np.add.at(total.energies, tape.structures[tape.owners], energies)
-            atoms[centers] += energies
-    if novelty:
-        similarity = normalized(similarity, of_atoms, of_representatives)
-        total = total._replace(novelty=novelty_of(similarity))
-    return total._replace(atoms=atoms)
+            if atoms:
+                if energies is None or of is not None:
+                    energies = term.energies(tape.x)
+                of_atoms[centers] += energies
+            sums = term.total_energies(tape.x, tape.owners)
+            total.energies[tape.structures] += sums
+            if features:
+                x_of_terms[-1][centers] = tape.x
+    if features:
+        total = total._replace(features=np.concatenate(x_of_terms, axis=1))
+    return total._replace(atoms=of_atoms) if atoms else total
 
 
 # --- training: kernel rows of forces and virials, forward ---

@@ -53,6 +53,7 @@ class Request(NamedTuple):
     atoms: bool = False  #: contributions and novelty of atoms
     novelty: bool = True  #: novelty, and whether structures are extrapolations
     process: bool = False  #: the projected process, Eq. (3), Musil et al. 2019
+    means: bool = False  #: derivatives of the prediction alone, without uncertainties
 
 
 class Parts(NamedTuple):
@@ -71,6 +72,8 @@ class Parts(NamedTuple):
     atom_novelty: list[Float64Array] | None = None  #: novelty of each of the `centers`
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
     novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
+    #: forces (n, 3) on the atoms of each structure and its stress (6,), without uncertainties
+    means: list[tuple[Float64Array, Float64Array | None]] | None = None
 
 
 class StructurePrediction(Prediction):
@@ -415,8 +418,9 @@ class _Raw(NamedTuple):
     novelty: Float64Array | None  #: (n_environments,)
     novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
     atoms: Float64Array | None = None  #: (n_environments, N_R): contributions
-    forces: Float64Array | None = None  #: (n_atoms, 3, N_R)
-    virials: Float64Array | None = None  #: (n_structures, 6, N_R); NaN without a volume
+    forces: Float64Array | None = None  #: (n_atoms, 3, N_R), or of the mean alone
+    #: (n_structures, 6, N_R), or of the mean alone; NaN without a volume
+    virials: Float64Array | None = None
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
 
 
@@ -456,7 +460,8 @@ def predict_chunk(
     forces = stress = contributions = None
     offsets = chunk.batch.offsets
     edges = list(pairwise(offsets))
-    if raw.forces is not None and request.forces:
+    means = _means(chunk, raw) if request.means else None
+    if raw.forces is not None and request.forces and not request.means:
         _warn_about_lone_atoms(fitted, chunk.reduced, raw.forces)
         n = [len(atoms) for atoms in chunk.reduced]
         numbers = np.concatenate([atoms.numbers for atoms in chunk.reduced])
@@ -464,7 +469,7 @@ def predict_chunk(
             "forces", raw.forces, numbers=numbers, factors=np.repeat(factors, n)
         )
     solid = np.array([atoms.cell.rank == 3 for atoms in chunk.reduced])
-    if raw.virials is not None:
+    if raw.virials is not None and not request.means:
         volumes = np.array([atoms.cell.volume for atoms in chunk.reduced])[solid, None, None]
         stress = fitted.calibrated("stress", raw.virials[solid] / volumes, factors=factors[solid])
     if raw.atoms is not None:
@@ -498,6 +503,14 @@ def predict_chunk(
             forces = forces + np.concatenate(values.forces)
         if stress is not None and values.stresses is not None:
             stress = stress + values.stresses[solid]
+        if means is not None:
+            means = [
+                (
+                    of_atoms + (0.0 if values.forces is None else values.forces[s]),
+                    None if cell is None or values.stresses is None else cell + values.stresses[s],
+                )
+                for s, (of_atoms, cell) in enumerate(means)
+            ]
     parts = Parts(
         frames=chunk.frames,
         centers=chunk.centers,
@@ -509,8 +522,23 @@ def predict_chunk(
         atom_novelty=atom_novelty if request.atoms else None,
         process=process,
         novelty_std=raw.novelty_std if request.process else None,
+        means=means,
     )
     return StructurePrediction(target, parts, is_atomic=fitted.per_atom)
+
+
+def _means(chunk: Chunk, raw: _Raw) -> list[tuple[Float64Array, Float64Array | None]]:
+    """Return forces and stresses of single structures, without uncertainties."""
+    assert raw.forces is not None
+    _warn_about_lone_atoms(chunk.fitted, chunk.reduced, raw.forces)
+    edges = np.cumsum([len(atoms) for atoms in chunk.reduced])[:-1]
+    found: list[tuple[Float64Array, Float64Array | None]] = []
+    for s, of_atoms in enumerate(np.split(raw.forces[..., 0], edges)):
+        stress, atoms = None, chunk.reduced[s]
+        if raw.virials is not None and atoms.cell.rank == 3:
+            stress = raw.virials[s, :, 0] / atoms.cell.volume
+        found.append((of_atoms, stress))
+    return found
 
 
 def _by_features(chunk: Chunk, request: Request) -> _Raw:
@@ -539,8 +567,13 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
     """Return members of energies and of their derivatives, from one pass over the features."""
     fitted, frames = chunk.fitted, chunk.reduced
     n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
-    novelty, atoms = np.empty(n_atoms), np.zeros((n_atoms, R))
-    forces, virials = np.empty((n_atoms, 3, R)), np.full((len(frames), 6, R), np.nan)
+    uses_q = fitted.calibration.needs_novelty and fitted.pp_variance is not None
+    of = None
+    if request.means:
+        of = [term.combined(np.full((R, 1), 1 / R)) for term in potential]
+    features = np.empty((n_atoms, fitted.representation.n_features))
+    atoms, S = np.zeros((n_atoms, R)), 1 if request.means else R
+    forces, virials = np.empty((n_atoms, 3, S)), np.full((len(frames), 6, S), np.nan)
     energies, solid = np.empty((len(frames), R)), np.array([a.cell.rank == 3 for a in frames])
     owner = np.repeat(np.arange(len(frames)), [len(a) for a in frames])
     strained = solid & request.stress
@@ -552,17 +585,29 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
             [frames[i] for i in some],
             forces=request.forces or request.stress,
             strain=strain,
-            novelty=request.novelty,
+            atoms=request.atoms,
+            features=request.novelty or uses_q,
+            of=of,
         )
         energies[some], forces[places] = part.energies, part.forces
-        atoms[places] = part.atoms
-        if part.novelty is not None:
-            novelty[places] = part.novelty
+        if part.atoms is not None:
+            atoms[places] = part.atoms
+        if part.features is not None:
+            features[places] = part.features
         if part.virials is not None:
             virials[some] = part.virials
+    novelty = novelty_std = None
+    if request.novelty or uses_q:
+        novelty = np.empty(n_atoms) if request.novelty else None
+        offsets = offsets_of([len(a) for a in frames])
+        K_XM = fitted.basis.rows(features, offsets, novelty=novelty)
+        novelty_std = fitted.novelty_std(
+            K_XM, lambda: fitted.basis.prior_variance(features, offsets)
+        )
     return _Raw(
         members=fitted.with_baseline(energies / chunk.factors[:, None], chunk.design),
-        novelty=novelty if request.novelty else None,
+        novelty=novelty,
+        novelty_std=novelty_std,
         atoms=fitted.with_baseline(atoms, chunk.atom_design) if request.atoms else None,
         forces=forces,
         virials=virials if request.stress else None,

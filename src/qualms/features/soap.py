@@ -38,9 +38,15 @@ from qualms.features.base import (
     validated,
 )
 from qualms.features.compression import Projection, fit_projection, mixing_weights
+from qualms.features.densities import (
+    Part,
+    RadialFunctions,
+    environments_of,
+    find_neighbours,
+    radial_functions,
+)
 from qualms.gp.kernels import Kernel, PowerKernel, WeightedSumKernel, normalize_rows
 from qualms.io.tensors import TensorSpec
-from qualms.resources import limit_rayon
 
 # --- hyper-parameters ---
 
@@ -480,7 +486,7 @@ def _dscribe_soap(scale: Scale, species: tuple[int, ...], periodic: bool) -> Any
 
 
 class FeatomicEngine(Engine):
-    """Power spectra from featomic's expansion of densities, with a smooth cutoff.
+    """Power spectra of featomic's expansion of densities, with a smooth cutoff.
 
     The densities of elements are mixed to those of pseudo-species, or taken as they are, and
     contracted here. Pairs of species have features for n, n′ and n′, n.
@@ -506,174 +512,55 @@ class FeatomicEngine(Engine):
         """Number of products of two densities: of all n and n′, for each l."""
         return (self.scale.l_max + 1) * self.scale.n_radial**2
 
-    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[_Spectra]:
-        """Yield the power spectra of the whole batch."""
-        sizes, K = [len(chosen) for chosen in centers], self.weights.shape[1]
-        owners, n = np.repeat(np.arange(len(frames)), sizes), sum(sizes)
-        if not n:
-            return
-        # featomic's time grows with the pairs of elements in a batch: those of each structure are
-        # counted from 1.
-        renamed, weights = [], np.zeros((len(frames), len(self.species), K))
-        for i, atoms in enumerate(frames):
-            present, place = np.unique(atoms.numbers, return_inverse=True)
-            weights[i, : len(present)] = self.weights[np.searchsorted(self.species, present)]
-            alike = Atoms(place + 1, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
-            renamed.append(in_cell(alike, self.scale))
-        chosen = np.concatenate(centers)
-        computed = self._computed(renamed, np.stack([owners, chosen], axis=1))
-        # Place of an environment in the batch, by its atom counted through the batch.
-        first_atom = offsets_of([len(atoms) for atoms in frames])
-        place = np.empty(first_atom[-1], dtype=np.intp)
-        place[first_atom[owners] + chosen] = np.arange(n)
-        n_radial, l_max = self.scale.n_radial, self.scale.l_max
-        densities = [np.zeros((n, K, n_radial, m)) for m in range(1, 2 * l_max + 2, 2)]
-        for key, block in computed.items():
-            system, atom = np.asarray(block.samples.values).T
-            rows = place[first_atom[system] + atom]
-            w = weights[owners[rows], int(key["neighbor_type"]) - 1]
-            of_element = np.asarray(block.values).transpose(0, 2, 1)[:, None]
-            densities[int(key["o3_lambda"])][rows] += w[:, :, None, None] * of_element
-        values = np.empty((n, len(self.pair_columns), l_max + 1, n_radial, n_radial))
-        for order, c in enumerate(densities):
-            first = 0
-            for k in range(K):  # with itself and those after it: in the order of pairs
-                others = c[:, k:].reshape(n, (K - k) * n_radial, 2 * order + 1)
-                products = order_factor(order) * c[:, k] @ others.transpose(0, 2, 1)
-                products = products.reshape(n, n_radial, K - k, n_radial)
-                products[:, :, 1:] *= np.sqrt(2.0)
-                values[:, first : first + K - k, order] = products.transpose(0, 2, 1, 3)
-                first += K - k
-        yield np.arange(n), np.arange(self.n_features), values.reshape(n, self.n_features)
-
-    def expand(
-        self, frames: Sequence[Atoms], samples: IntArray, *, strain: bool = False
-    ) -> tuple[tuple[int, ...], list[Float64Array], list[Float64Array]]:
-        """Return the densities around n atoms, Eq. (15).
-
-        Parameters
-        ----------
-        frames : sequence of Atoms
-            As `in_cell` returns them, with atoms in the order of their species.
-        samples : (n, 2) array of int
-            Structure and atom, in ascending order.
-        strain : bool
-            Whether derivatives by strain are computed.
-
-        Returns
-        -------
-        species : tuple of int
-            The K species that some of the environments have, increasing.
-        coefficients : list of (n, 2l + 1, K·n_radial) arrays
-            For each l.
-        derivatives : list of (n, 3, 3, 2l + 1, K·n_radial) arrays
-            By strain, for each l; empty if they are not computed.
-        """
-        computed = self._computed(frames, samples, ["strain"] * strain)
-        merged = computed.keys_to_samples("center_type").keys_to_properties("neighbor_type")
-        blocks = [merged.block_by_id(i) for i in range(self.scale.l_max + 1)]
-        types = np.asarray(blocks[0].properties.values)[:: self.scale.n_radial, 0]
-        # Copies: featomic frees its arrays together with `computed` and `merged`.
-        changes = [np.array(b.gradient("strain").values) for b in blocks] if strain else []
-        return tuple(types.tolist()), [np.array(b.values) for b in blocks], changes
-
-    def expand_neighbours(
-        self, frames: Sequence[Atoms], samples: IntArray
-    ) -> tuple[IntArray, list[Float64Array]]:
-        """Return how the densities around samples (n, 2) change with g positions, of one atom each.
-
-        An atom changes the density of its own species alone. If all are said to be of one species,
-        featomic takes less time, and the changes are the same, except those with the centre.
-
-        Returns
-        -------
-        moves : (g, 3) array of int
-            The environment, its structure, and the atom that moves, in ascending order.
-        changes : list of (g, 3, 2l + 1, n_radial) arrays
-            In 1/Å, for each l. Those of the centre are not meaningful.
-        """
-        computed = self._computed(frames, samples, ["positions"], alike=True)
-        blocks = [computed.block_by_id(i) for i in range(self.scale.l_max + 1)]
-        changes = [block.gradient("positions") for block in blocks]
-        # Copies: featomic frees its arrays together with `computed`.
-        return np.array(changes[0].samples.values), [np.array(c.values) for c in changes]
-
-    def _computed(
-        self,
-        frames: Sequence[Atoms],
-        samples: IntArray,
-        gradients: Sequence[str] = (),
-        *,
-        alike: bool = False,
-    ) -> Any:
-        """Return the result of featomic for samples (n, 2): structure and atom.
-
-        All atoms are of one species if they are `alike`.
-        """
-        from metatensor import Labels
-
-        chosen = None
-        if len(samples) < sum(map(len, frames)):
-            chosen = Labels(["system", "atom"], samples.astype(np.int32))
-        return self.expansion.compute(
-            [_system_type()(atoms, alike) for atoms in frames],
-            gradients=list(gradients),
-            selected_samples=chosen,
-            use_native_system=True,
-        )
+    @property
+    def radial(self) -> RadialFunctions:
+        """Radial functions."""
+        return radial_functions(self.scale)
 
     @cached_property
-    def expansion(self) -> Any:
-        """SphericalExpansion of featomic."""
-        limit_rayon()
-        from featomic import SphericalExpansion
+    def factors(self) -> Float64Array:
+        """Factors of products of densities, of one species and of two, for each l."""
+        same = np.array([order_factor(order) for order in range(self.scale.l_max + 1)])
+        return np.stack([same, np.sqrt(2.0) * same])
 
-        scale = self.scale
-        density: dict[str, Any] = {"type": "Gaussian", "width": scale.gaussian_width}
-        density["center_atom_weight"] = scale.center_weight
-        if scale.radial_scaling is not None:
-            density["scaling"] = {"type": "Willatt2018", **scale.radial_scaling.model_dump()}
-        smoothing: dict[str, Any] = {"type": "Step"}
-        if scale.smoothing is not None:
-            smoothing = {"type": "ShiftedCosine", "width": scale.smoothing}
-        radial = {"type": "Gto", "max_radial": scale.n_radial - 1}
-        return SphericalExpansion(
-            cutoff={"radius": scale.cutoff, "smoothing": smoothing},
-            density=density,
-            basis={"type": "TensorProduct", "max_angular": scale.l_max, "radial": radial},
-        )
+    def contract(self, densities: Float64Array) -> Float64Array:
+        """Return spectra (n, pairs, l_max + 1, n_radial, n_radial) of pairs of K species.
+
+        Given the densities (n, (l_max + 1)², K, n_radial).
+        """
+        from qualms.features import pair_core
+
+        n, _, K, n_radial = densities.shape
+        spectra = np.empty((n, K * (K + 1) // 2, self.scale.l_max + 1, n_radial, n_radial))
+        pair_core.contract(densities, self.factors, spectra)
+        return spectra
+
+    def spectra(self, frames: Sequence[Atoms], centers: Sequence[IntArray]) -> Iterator[_Spectra]:
+        """Yield power spectra, those of structures with the same elements together."""
+        starts = offsets_of([len(c) for c in centers])
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for i, atoms in enumerate(frames):
+            if len(centers[i]):
+                alike.setdefault(tuple(np.unique(atoms.numbers).tolist()), []).append(i)
+        for present, members in alike.items():
+            orders = [np.argsort(centers[i], kind="stable") for i in members]
+            batch = [
+                Part(frames[i], find_neighbours(frames[i], self.scale.cutoff), centers[i][order])
+                for i, order in zip(members, orders, strict=True)
+            ]
+            densities = environments_of(self.radial, batch).densities
+            rows = np.concatenate([starts[i] + o for i, o in zip(members, orders, strict=True)])
+            kinds: Sequence[int] = present
+            if self.scale.pseudo_species is not None:
+                W = self.weights[np.searchsorted(self.species, present)]
+                densities, kinds = np.ascontiguousarray(W.T @ densities), range(W.shape[1])
+            columns = [self.pair_columns[pair] for pair in combinations_with_replacement(kinds, 2)]
+            yield rows, np.concatenate(columns), self.contract(densities).reshape(len(rows), -1)
 
 
 def order_factor(order: int) -> float:
     """Return featomic's factor of Σ_m c_nlm c_n′lm in the power spectrum."""
     return float((-1) ** order / np.sqrt(2 * order + 1))
-
-
-@lru_cache(maxsize=1)
-def _system_type() -> Any:
-    """Return featomic's interface of a structure: its own one of ASE's atoms takes far longer."""
-    from featomic.systems import SystemBase
-
-    class FeatomicSystem(SystemBase):  # type: ignore[misc]
-        def __init__(self, atoms: Atoms, alike: bool) -> None:
-            super().__init__()
-            self._atoms = atoms
-            self._types: IntArray = np.ones_like(atoms.numbers) if alike else atoms.numbers
-
-        def size(self) -> int:
-            return len(self._atoms)
-
-        def types(self) -> IntArray:
-            return self._types
-
-        def positions(self) -> Float64Array:
-            positions: Float64Array = self._atoms.positions
-            return positions
-
-        def cell(self) -> Float64Array:
-            return np.asarray(self._atoms.cell.array)
-
-    return FeatomicSystem
 
 
 # --- the representation: features of environments and the kernel between them ---
