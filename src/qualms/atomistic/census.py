@@ -7,6 +7,7 @@ in memory are one part, those of files are read part by part, and results do not
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
-from qualms.arrays import BoolArray, Float64Array, IntArray, joined_groups
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, joined_groups
 from qualms.atomistic.baseline import RCOND, atom_design
 from qualms.atomistic.delta import BaselinePotential, make_baseline_potential
 from qualms.atomistic.labels import (
@@ -46,6 +47,7 @@ from qualms.atomistic.structures import (
     numbered,
     state_of,
 )
+from qualms.atomistic.trajectories import N_PAIRS, find_blocks, pair_distances, series_of
 from qualms.calibration.vectors import MULTIPLICITY
 from qualms.errors import InputError, counted, did_you_mean, warn
 from qualms.execution import Workers
@@ -53,6 +55,10 @@ from qualms.features.base import offsets_of, ranges
 from qualms.gp.ensemble import group_codes
 from qualms.progress import Stages
 
+log = logging.getLogger(__name__)
+
+#: Groups are blocks of consecutive frames of trajectories, if there are any.
+AUTO = "auto"
 #: Structures whose labels are read in a task.
 SCANNED = 2000
 #: Largest label: weights and variances are still finite.
@@ -262,11 +268,14 @@ class Census:
     prints: list[bytes]  #: fingerprints of structures
     hashes: list[bytes]  #: of each structure with its labels, as they were given
     group_labels: list[str]  #: of each structure, if groups have a key
+    series: list[bytes]  #: of each structure, if trajectories are looked for: `series_of`
+    distances: FloatArray  #: (n, N_PAIRS), if they are: `pair_distances`
     n_unlabelled: int  #: structures, or atoms of an atomic property, without a label
     n_isolated: int
     isolated: dict[int, float]  #: energies of isolated atoms found in the data
     states: dict[State, int]  #: charges and spins, and the first structure with each
     n_periodic: int
+    block_length: int = 1  #: frames of a group, if trajectories are recognised
 
     @property
     def n_duplicates(self) -> int:
@@ -301,6 +310,8 @@ class Census:
             prints=[digest for part in parts for digest in part.prints],
             hashes=[digest for part in parts for digest in part.hashes],
             group_labels=[label for part in parts for label in part.group_labels],
+            series=[name for part in parts for name in part.series],
+            distances=np.concatenate([part.distances for part in parts]),
             n_unlabelled=sum(part.n_unlabelled for part in parts),
             n_isolated=sum(part.n_isolated for part in parts),
             isolated=agreeing(item for part in parts for item in part.isolated.items()),
@@ -312,7 +323,7 @@ class Census:
 def take_census(
     frames: Sequence[Atoms],
     settings: Settings,
-    groups: Sequence[object] | str | None = None,
+    groups: Sequence[object] | str | None = AUTO,
     *,
     workers: Workers | None = None,
     stages: Stages | None = None,
@@ -327,7 +338,8 @@ def take_census(
         Perhaps in files, `FrameFiles`, which are then read part by part.
     settings : Settings
     groups : sequence or str, optional
-        Labels of structures that belong together, or their key in ``atoms.info``.
+        Labels of structures that belong together, or their key in ``atoms.info``; or "auto": blocks
+        of consecutive frames of trajectories.
     workers : Workers, optional
     stages : Stages, optional
     potential : BaselinePotential, optional
@@ -360,17 +372,32 @@ def take_census(
             FINDERS[name](list(frames[:SCANNED]), settings.keys[name])  # names keys that exist
             reject_without_energy(name, settings.keys[name])
     check_states(census.states, settings)
-    copies, codes = join_groups(
-        census.prints,
-        census.group_labels if key else groups,
-        np.arange(len(data.source)) if key else data.source,
-    )
+    block_length, labels, rows = 1, groups, data.source
+    if key is not None:
+        labels, rows = census.group_labels or None, np.arange(len(data.source))
+    if census.series:
+        labels, block_length = _blocks_of_trajectories(census)
+    copies, codes = join_groups(census.prints, labels, rows)
     data = replace(data, frames=_take_frames(frames, data.source), groups=codes, copies=copies)
     if settings.kind == "extensive":
         check_not_constant(settings.target, data.y * data.sizes, data.sizes)
     if settings.baseline_potential is not None:
         check_differences(settings.baseline_potential.name, settings.target, data, census.before)
-    return replace(census, data=data)
+    return replace(census, data=data, block_length=block_length)
+
+
+def _blocks_of_trajectories(census: Census) -> tuple[Sequence[object] | None, int]:
+    """Return the blocks of consecutive frames as groups, and their length; or None, and one."""
+    blocks = find_blocks(census.series, census.distances)
+    if blocks.length == 1:
+        return None, 1
+    n = len(np.unique(blocks.groups))
+    log.info(
+        f"Consecutive frames: {blocks.n_frames:,} of {len(census.series):,} structures are in the "
+        f"order of trajectories. Blocks of up to {blocks.length} frames, {n} groups in all, are in "
+        "or out of a subsample together (groups=None: single structures)."
+    )
+    return blocks.groups.tolist(), blocks.length
 
 
 def _scan(
@@ -481,7 +508,7 @@ def read_labels(
     part : Part
     settings : Settings
     group_key : str or None
-        Key of the labels of groups in ``atoms.info``.
+        Key of the labels of groups in ``atoms.info``; or "auto".
     potential : BaselinePotential or None
         Labels are differences from it.
     skip_failed : bool
@@ -490,7 +517,8 @@ def read_labels(
         Whether there must be a label of each quantity; a part of the structures may have none.
     """
     frames = list(part.frames)
-    groups = group_labels(frames, group_key) if group_key else []
+    finds_trajectories = group_key == AUTO and settings.resample != "atoms"
+    groups = group_labels(frames, group_key) if group_key and group_key != AUTO else []
     scanned = labelled(frames, settings.target, settings.kind, settings.species, required=required)
     for i in scanned.frames.tolist():
         check_structures([frames[i]], first=i)
@@ -544,7 +572,12 @@ def read_labels(
         before=before,
         prints=list(itertools.compress(prints, has_potential)),
         hashes=hashes,
-        group_labels=[groups[i] for i in scanned.frames] if group_key else [],
+        group_labels=[groups[i] for i in scanned.frames] if groups else [],
+        series=[series_of(atoms) for atoms in used] if finds_trajectories else [],
+        distances=np.reshape(
+            [pair_distances(atoms) for atoms in used] if finds_trajectories else [],
+            (-1, N_PAIRS),
+        ).astype(np.float32),
         n_unlabelled=scanned.n_unlabelled,
         n_isolated=scanned.n_isolated,
         isolated=scanned.isolated,

@@ -100,6 +100,8 @@ class Record(Document):
     n_environments: int
     n_isolated: int  #: isolated atoms, which are not learned from
     n_duplicates: int
+    #: frames of a group, at most, if trajectories were recognised
+    block_length: int = Field(default=1, ge=1)
     #: charge and spin of all structures, where they are not the default; None if there are several
     state: dict[str, float | str] | None = None
     quantities: dict[str, QuantityRecord]

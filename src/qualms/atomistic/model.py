@@ -91,7 +91,7 @@ class AtomisticModel:
         frames: _Structures,
         y: object = None,
         *,
-        groups: Sequence[object] | str | None = None,
+        groups: Sequence[object] | str | None = "auto",
         progress: bool | ProgressDisplay = False,
         skip_failed: bool = False,
         executor: Executor | Any | None = None,
@@ -106,7 +106,9 @@ class AtomisticModel:
             Labels are in the structures, under the key `target`.
         groups : sequence or str, optional
             Labels of structures that belong together, such as snapshots of one trajectory: they are
-            in or out of a subsample together. A string is the key of labels in ``atoms.info``.
+            in or out of a subsample together. A string is the key of labels in ``atoms.info``. By
+            default, consecutive frames of trajectories are recognised, and blocks of them belong
+            together; None: no structures do, but for duplicates.
         progress : bool or ProgressDisplay
             Whether to show the progress on standard error, or what shows it.
         skip_failed : bool
@@ -510,6 +512,8 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         "duplicates": record.n_duplicates,
     }
     others = ", ".join(f"{n} {what}" for what, n in counts.items() if n)
+    if record.block_length > 1:
+        others += f"{', ' * bool(others)}blocks of up to {record.block_length} consecutive frames"
     centres = {0.0: "full model", 1.0: "ensemble mean"}
     rows = f"{target.n_rows} atoms of " if fitted.per_atom else ""
     size = f"{record.effective_rank}"

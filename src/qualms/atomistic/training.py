@@ -152,7 +152,7 @@ def fit(
     settings : Settings
     groups : sequence or str or None
         Labels of structures that are in or out of a subsample together, or their key in
-        ``atoms.info``.
+        ``atoms.info``; or "auto".
     workers : Workers
         Compute parts.
     threads : int
@@ -1093,6 +1093,7 @@ def _record(
         n_environments=problem.data.n_environments,
         n_isolated=census.n_isolated,
         n_duplicates=census.n_duplicates,
+        block_length=census.block_length,
         state=dict(*states) if len(states) == 1 else None,
         quantities=quantities,
         centre=centre,

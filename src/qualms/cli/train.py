@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 ENTRIES = {
     "data": "Labelled structures: a file, or a list of files.",
     "output": "Model file to write (.safetensors).",
-    "group_key": "Key of group labels; structures of one group are never split.",
+    "group_key": "Key of group labels; structures of one group are never split. By default, blocks "
+    "of consecutive frames of trajectories are groups, if there are any; none: no groups.",
     "test": "Labelled structures to evaluate the model on: a file, or a list of files.",
 }
 #: Fields of `Settings` without an option: seldom needed, or flags of the command (kind).
@@ -117,6 +118,7 @@ def train(
     **settings: Any,
 ) -> None:
     """Run ``qualms train``."""
+    from qualms.atomistic.census import AUTO
     from qualms.atomistic.evaluation import evaluate, find_references
     from qualms.atomistic.settings import parse_memory
     from qualms.atomistic.structures import (
@@ -169,7 +171,7 @@ def train(
         with naming_files(places):
             model.fit(
                 frames,
-                groups=files["group_key"],
+                groups=None if files["group_key"] == "none" else files["group_key"] or AUTO,
                 progress=terminal.progress() or False,
                 skip_failed=skip_failed,
                 executor=executor,
