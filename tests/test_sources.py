@@ -260,6 +260,7 @@ def test_members_have_the_calibrated_variance_and_keep_their_covariance():
     raw[:, :8] += 3.0 - raw[:, :8].mean(axis=1, keepdims=True)
     raw[:, 8:] += 3.0 - raw[:, 8:].mean(axis=1, keepdims=True)
     calibration = SourcesCalibration(alpha=1.2, posterior=0.7, centre=0.0, n_subsampled=8)
+    calibration = replace(calibration, excess=3.0, onset=1.0)
     found = Prediction(raw).calibrated(calibration)
     np.testing.assert_allclose(found.mean, 3.0, rtol=1e-12)
     s, p = (ensemble_mean_std(part)[1] for part in (raw[:, :8], raw[:, 8:]))
@@ -276,11 +277,65 @@ def test_vectors_are_scaled_as_a_whole():
     members[..., :4] -= members[..., :4].mean(axis=-1, keepdims=True)
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     calibration = SourcesCalibration(alpha=1.1, posterior=0.4, floor=0.2, n_subsampled=4)
-    for isotropy in (0.0, 0.3, 1.0):
+    for isotropy, excess in ((0.0, 0.0), (0.3, 2.0), (1.0, 2.0)):
+        calibration = replace(calibration, excess=excess, onset=0.5)
         found = calibrated_members(calibration, members, isotropy=isotropy)
         turned = np.einsum("ij,njk->nik", rotation, members)
         turned = calibrated_members(calibration, turned, isotropy=isotropy)
         np.testing.assert_allclose(np.einsum("ij,njk->nik", rotation, found), turned, atol=1e-12)
+
+
+# --- beyond the training domain ---
+
+
+def test_of_equally_good_sources_those_of_p_are_taken():
+    """Where s and p say the same, s alone has the same likelihood and as few parameters."""
+    for seed in range(5):
+        rng, n = np.random.default_rng(seed), 400
+        p = np.exp(0.3 * rng.normal(size=n))
+        s = 2.0 * p * np.exp(0.02 * rng.normal(size=n))
+        data = CalibrationData(s * rng.normal(size=n), s, np.full(n, 1000), np.ones(n), p, centre=0)
+        found = SourcesCalibration.fit(data)
+        assert found.posterior == pytest.approx(2.0, rel=0.15)
+        assert found.alpha == found.floor == 0
+
+
+def test_the_excess_begins_where_few_points_are():
+    data, _ = three_sources(np.random.default_rng(8), 2000, c=50)
+    found = SourcesCalibration.fit(data)
+    p, z = data.posterior_std, data.residuals
+    assert np.mean(p <= found.onset) == pytest.approx(0.95, abs=0.001)
+    assert found.excess == pytest.approx(
+        np.mean((z / np.maximum(p, np.quantile(p, 0.05))) ** 2) ** 0.5, rel=0.01
+    )
+    without = replace(found, excess=0.0)
+    squares = found.std_of(data) ** 2 - without.std_of(data) ** 2
+    beyond = p > found.onset
+    assert not np.any(squares[~beyond])
+    expected = found.excess**2 * (p[beyond] ** 2 - found.onset**2)
+    np.testing.assert_allclose(squares[beyond], expected, rtol=1e-9)
+    # p that is not known, or zero, has none.
+    assert SourcesCalibration.fit(replace(data, posterior_std=None)).excess == 0
+    assert SourcesCalibration.fit(replace(data, posterior_std=np.zeros(len(p)))).excess == 0
+    # Another unit of p is the same calibration.
+    other = SourcesCalibration.fit(replace(data, posterior_std=10 * p))
+    np.testing.assert_allclose(other.excess * 10, found.excess, rtol=1e-9)
+
+
+def test_errors_that_grow_where_no_point_was_are_covered_better():
+    """The errors of points far away grow as p, but s, which described those nearby, does not."""
+    inside = []
+    for seed in range(10):
+        rng, n = np.random.default_rng(seed), 200
+        p = np.exp(0.2 * rng.normal(size=n))
+        data = CalibrationData(rng.normal(size=n), np.ones(n), np.full(n, 50), np.ones(n), p)
+        found = SourcesCalibration.fit(data)
+        far = np.full(500, 6.0)
+        std = [c.std(np.ones(500), 50, far) for c in (found, replace(found, excess=0.0))]
+        z = 6.0 * rng.normal(size=500)
+        inside.append([np.mean(np.abs(z) <= 1.96 * sigma) for sigma in std])
+    covered, without = np.mean(inside, axis=0)
+    assert covered > 0.9 > 0.5 > without
 
 
 # --- heavy tails ---
@@ -290,7 +345,8 @@ def with_tails(rng, dof, n=1000):
     """Points of two sources whose errors are t, or Gaussian, with the standard deviation σ."""
     data, sigma = three_sources(rng, n, c=100, coefficients=(1.5, 0.0, 0.0, 0.1))
     z = rng.normal(size=n) if np.isinf(dof) else rng.standard_t(dof, n) * np.sqrt(1 - 2 / dof)
-    return replace(data, residuals=sigma * z), sigma
+    # p, which the errors do not depend on, would make σ larger beyond its 95 % quantile.
+    return replace(data, residuals=sigma * z, posterior_std=None), sigma
 
 
 @pytest.mark.parametrize("dof", [4.0, 8.0, np.inf])
@@ -592,7 +648,7 @@ def test_posterior_members_alone(molecules, tmp_path):
 
 
 def test_posterior_members_of_energies_forces_and_stresses(alloys):
-    settings = {"uncertainty": "posterior", "n_members": 16, "stress": "virtual"}
+    settings = {"uncertainty": "posterior", "n_members": 16, "n_posterior": 16, "stress": "virtual"}
     model = make_force_model(**settings).fit(alloys[:26])
     predicted = model.predict(alloys[26:], stress=True, forces=True)
     for prediction in (predicted.energy, predicted.forces, predicted.stress):

@@ -191,6 +191,7 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
         settings = document.settings.model_copy(update=update)
         document = document.model_copy(update={"settings": settings})
     try:
+        document = _with_drawn(document, tensors)
         sizes = {
             "n_subsampled": document.settings.n_subsampled,
             "n_members": document.settings.n_subsampled + document.settings.n_drawn,
@@ -210,6 +211,16 @@ def read_model(path: str | Path, representation: object | None = None) -> Fitted
     except (QualmsError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise StorageError(path, f"inconsistent parts ({error})") from error
     return fitted
+
+
+def _with_drawn(document: ModelDocument, tensors: dict[str, Any]) -> ModelDocument:
+    """Return the document with the number of posterior members, which once had another default."""
+    settings, shape = document.settings, tensors["weights"].shape
+    n = shape[1] - settings.n_subsampled if len(shape) == 2 else 0
+    if settings.n_posterior is not None or n == settings.n_drawn or not 2 <= n <= 10_000:
+        return document
+    settings = settings.model_copy(update={"n_posterior": n})
+    return document.model_copy(update={"settings": settings})
 
 
 def _expected(document: ModelDocument) -> dict[str, TensorSpec]:

@@ -276,8 +276,7 @@ class Settings(BaseModel):
     n_posterior: Annotated[int, Field(ge=2, le=10_000)] | None = _uncertainty(
         None,
         "int, optional",
-        "Number of posterior members; by default 64, or 16 if the model has forces, whose cost "
-        "grows with it.",
+        "Number of posterior members; 64 by default. The time of forces grows with it.",
     )
     centre: Literal["auto", "full", "members"] | _Share = _uncertainty(
         "auto",
@@ -360,9 +359,7 @@ class Settings(BaseModel):
         """Number of members that are drawn from the posterior of the full model."""
         if self.uncertainty == "subsampling":
             return 0
-        if self.n_posterior is not None:
-            return self.n_posterior
-        return 16 if self.has_forces else 64  # p has a sampling error of 18 %, or 9 %
+        return self.n_posterior or 64  # p has a sampling error of 9 %
 
     @property
     def learns_forces(self) -> bool:

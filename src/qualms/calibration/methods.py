@@ -594,6 +594,10 @@ def _shrinkage_objective(
 MIN_POINTS = 20
 #: Points that are enough to choose the sources, and to fit ν.
 _N_SOURCES = 5000
+#: Sources that are this close to the smallest AIC describe the points as well.
+_AS_GOOD = 4.0
+#: Share of out-of-bag points whose p is below the onset of the excess.
+_ONSET = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +611,13 @@ class SourcesCalibration(Calibration):
     constant. Coefficients are not negative and maximise the Gaussian likelihood of out-of-bag
     points. E[ln N(z; 0, σ²)] is highest at σ² = E[z²], however z is distributed: σ is a standard
     deviation.
+
+    Extrapolation. Beyond p₀, the 95 % quantile of p of the out-of-bag points, no data determine how
+    σ² grows, and sources other than p hardly do. There, σ² is larger by the excess
+
+        e² (p² − p₀²)₊,     e² = mean(z²/p²) of the out-of-bag points.
+
+    where the smallest 5 % of p are set to the 5 % quantile.
 
     Heavy tails. z/σ is taken to be Student's t of unit variance with ν > 2 degrees of freedom,
 
@@ -634,6 +645,8 @@ class SourcesCalibration(Calibration):
         prior.
     inverse_dof : float
         1/ν of Student's t, of standard deviation σ, that the errors follow; 0 for a Gaussian.
+    excess, onset : float
+        e and p₀; e = 0 without an excess.
     """
 
     method: ClassVar[str] = "sources"
@@ -648,6 +661,8 @@ class SourcesCalibration(Calibration):
     n_components: float = 1.0
     typical: float = 1.0
     inverse_dof: float = 0.0
+    excess: float = 0.0
+    onset: float = 0.0
 
     @classmethod
     def fit(cls, data: CalibrationData, near: Calibration | None = None) -> Self:
@@ -682,7 +697,9 @@ class SourcesCalibration(Calibration):
         X = np.stack([columns[name] for name in sources], axis=1)
         squares = _fit_variances(data.residuals, data.weights, X, offset)[0]
         coefficients: dict[str, Any] = dict(zip(sources, np.sqrt(squares).tolist(), strict=True))
-        fitted = replace(prior, **{"alpha": 0.0, **coefficients}).fitted_to(data)
+        excess, onset = fit_excess(data)
+        fitted = replace(prior, **{"alpha": 0.0, **coefficients}, excess=excess, onset=onset)
+        fitted = fitted.fitted_to(data)
         tails = fit_inverse_dof(data.residuals / fitted.std_of(data), data.weights)
         weighted = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
         if data.posterior_std is not None:
@@ -750,7 +767,9 @@ class SourcesCalibration(Calibration):
         n = np.asarray(n_members, dtype=np.float64)
         variance = (self.alpha**2 + self.centre**2 / n) * s2 + self.floor**2
         if posterior_std is not None:
-            variance = variance + (self.posterior * np.asarray(posterior_std)) ** 2
+            p2 = np.asarray(posterior_std, dtype=np.float64) ** 2
+            variance = variance + self.posterior**2 * p2
+            variance = variance + self.excess**2 * np.maximum(p2 - self.onset**2, 0.0)
         if novelty_std is not None:
             variance = variance + (self.novelty * np.asarray(novelty_std)) ** 2
         return np.asarray(np.sqrt(variance))
@@ -767,6 +786,7 @@ class SourcesCalibration(Calibration):
         used = [f"({a2**0.5:.3g} ŝ)²"] if a2 else []
         used += [f"({value:.3g} {symbols[n]})²" for n in symbols if (value := getattr(self, n))]
         used += [f"{self.floor:.3g}²"] if self.floor else []
+        used += [f"{self.excess:.3g}² (p² − {self.onset:.3g}²)₊"] if self.excess else []
         tails = f", ν = {1 / self.inverse_dof:.3g}" if self.inverse_dof else ""
         return f"{self.method}, σ² = {' + '.join(used)}{tails}"
 
@@ -782,6 +802,19 @@ class SourcesCalibration(Calibration):
     def needs_novelty(self) -> bool:
         """Whether q is a source that is used."""
         return self.novelty > 0
+
+
+def fit_excess(data: CalibrationData) -> tuple[float, float]:
+    """Return e and p₀ of the excess of `SourcesCalibration`; zeros if p is not known, or zero."""
+    p = data.posterior_std
+    if p is None:
+        return 0.0, 0.0
+    order = np.argsort(p, kind="stable")
+    share = np.cumsum(data.weights[order]) / data.weights.sum()
+    low, onset = p[order[np.searchsorted(share, [1 - _ONSET, _ONSET])]].tolist()
+    if not low:
+        return 0.0, 0.0
+    return variance_scale(data.residuals, np.maximum(p, low), data.weights) ** 0.5, onset
 
 
 def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
@@ -807,18 +840,23 @@ def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
 def _choose_sources(
     data: CalibrationData, columns: Mapping[str, Float64Array], offset: Float64Array
 ) -> tuple[str, ...]:
-    """Return the sources of the smallest AIC.
+    """Return the sources that describe the points, and of these the ones of most p.
 
-    2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of their weights w. `columns` are the
-    squares that the squares of the coefficients multiply; `offset` is added.
+    Akaike's criterion is 2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of their
+    weights w. Sets of sources whose criterion exceeds the smallest by no more than `_AS_GOOD` are
+    equally good for points like these. Elsewhere p, which grows with the distance from the training
+    set, is better. `columns` are multiplied by the squares of the coefficients; `offset` is added.
     """
     z, weights, n = data.residuals, data.weights, n_effective(data.weights)
     some = slice(None, None, -(-len(z) // _N_SOURCES))
 
-    def aic(names: tuple[str, ...]) -> float:
+    def assess(names: tuple[str, ...]) -> tuple[float, float]:
+        """Return Akaike's criterion, and the share of p in the mean variance."""
         k, X = len(names), np.stack([columns[name][some] for name in names], axis=1)
-        _, minus_log_l = _fit_variances(z[some], weights[some], X, offset[some], n_starts=1)
-        return 2 * k + 2 * n * minus_log_l + 2 * k * (k + 1) / max(n - k - 1, 1e-9)
+        theta, minus_log_l = _fit_variances(z[some], weights[some], X, offset[some], n_starts=1)
+        parts = theta * (weights[some] @ X)
+        share = parts[names.index("posterior")] / parts.sum() if "posterior" in names else 0.0
+        return 2 * k + 2 * n * minus_log_l + 2 * k * (k + 1) / max(n - k - 1, 1e-9), float(share)
 
     subsets = (names for k in range(1, len(columns) + 1) for names in combinations(columns, k))
 
@@ -826,7 +864,11 @@ def _choose_sources(
         """Return whether no point is without all of them; q of new points may be zero."""
         return names != ("novelty",) and bool(np.all(sum(columns[n] for n in names) + offset > 0))
 
-    return min(filter(possible, subsets), key=aic)
+    assessed = {names: assess(names) for names in subsets if possible(names)}
+    limit = min(aic for aic, _ in assessed.values()) + _AS_GOOD
+    as_good = [names for names, (aic, _) in assessed.items() if aic <= limit]
+    # Without p, or with as much of it, the smallest criterion.
+    return max(as_good, key=lambda names: (assessed[names][1], -assessed[names][0]))
 
 
 def _fit_variances(
