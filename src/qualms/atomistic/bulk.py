@@ -6,7 +6,6 @@ model from their files, and return predictions in order.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +22,7 @@ from qualms.atomistic.predictions import Request, StructurePrediction, force_nor
 from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbered
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
-from qualms.io.files import check_input
+from qualms.io.files import digest_of
 from qualms.io.predictions import EXTRAPOLATES
 from qualms.io.xyz import DOF, LIMITS
 from qualms.prediction import Prediction
@@ -42,8 +41,7 @@ class ModelFile:
     @classmethod
     def of(cls, path: Path, *, weights: Path | None = None, **options: Any) -> ModelFile:
         """Return a file that exists, with its digest; names are those that workers know, too."""
-        with check_input(path).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = digest_of(path)
         absolute = None if weights is None else weights.resolve()
         return cls(path.resolve(), weights=absolute, digest=digest, **options)
 

@@ -69,6 +69,11 @@ VERBS = {
         "Apply a calibration to ensemble predictions.",
         "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
     ),
+    "export": (
+        "Write the file by which LAMMPS or i-PI uses a model, with its uncertainties.",
+        "qualms export model.safetensors --to lammps -o qualms.lmp\n\n"
+        "qualms export model.safetensors --to ipi -o qualms_pes.py",
+    ),
     "info": ("Describe a model file.", "qualms info model.safetensors"),
     "demo": (
         "Train and evaluate a model on 3000 molecules of QM9, with figures.",

@@ -7,6 +7,7 @@ is renamed when it is complete.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import stat
@@ -44,6 +45,21 @@ def why_unreadable(path: AnyPath) -> str:
     except (OSError, ValueError) as error:
         return f"cannot be read: {getattr(error, 'strerror', None) or error}"
     return ""
+
+
+def digest_of(path: AnyPath, parameter: str = "path") -> str:
+    """Return the SHA-256 of the content of a file."""
+    with check_input(path, parameter).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_digest(path: AnyPath, digest: str, parameter: str = "model") -> None:
+    """Check that a file still has the SHA-256 that it had."""
+    if digest_of(path, parameter) != digest:
+        raise InputError(
+            f"{_shown(path)} has another content than when it was exported. Export it again.",
+            parameter=parameter,
+        )
 
 
 def _shown(path: AnyPath) -> str:

@@ -1,0 +1,183 @@
+"""Files that the inputs of LAMMPS and i-PI name: which model, and where qualms is.
+
+They are code, which names the model by its path and its digest. What comes from the user stands in
+them as string literals of a few harmless characters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import dedent
+from typing import NamedTuple
+
+import qualms
+from qualms.atomistic.model import AtomisticModel
+from qualms.engines.calculators import check_elements, make_calculator
+from qualms.errors import InputError, unknown_choice
+from qualms.io.files import AnyPath, atomic_output, check_input, check_not_input, digest_of
+
+__all__ = ["ENGINES", "export"]
+
+
+class _Engine(NamedTuple):
+    """How a file for an engine is written, and how it is used."""
+
+    template: str
+    usage: str
+
+
+#: Triple quotes enclose the code for LAMMPS, in which it replaces no variables.
+_LAMMPS = dedent('''\
+    # Energies, forces and virial, with uncertainties, of the model
+    #   {path}
+    # for `units metal`; written by qualms {version}. Use: include FILE, after the atoms and masses.
+    # f_qualms[1]: uncertainty of the energy, eV; f_qualms[2]: largest uncertainty of a force, eV/A;
+    # d_qualms_std: that of the force on each atom.
+    pair_style zero 2.0 nocoeff
+    pair_coeff * *
+    python qualms_attach input 1 SELF format p here """
+    def qualms_attach(pointer):
+        import os, sys
+        path, problem = sys.path[:], None
+        try:
+            if sys.version_info[:2] != {python}:
+                raise ImportError('LAMMPS has Python %d.%d, ' % sys.version_info[:2]
+                    + 'qualms was installed for Python %d.%d' % {python})
+            # The modules of LAMMPS and its MPI library come before those of qualms. In a virtual
+            # environment, they may be missing or belong to another LAMMPS.
+            for system in ([], ['/usr/lib/python3/dist-packages']):
+                sys.path[:] = system + path
+                try:
+                    import lammps
+                    lmp = lammps.lammps(ptr=pointer)
+                    lmp.get_mpi_comm()
+                    break
+                except (AttributeError, ImportError) as error:
+                    problem = error
+                    for name in [*sys.modules]:
+                        if name.split('.')[0] in ('lammps', 'mpi4py'):
+                            del sys.modules[name]
+            else:
+                raise ImportError('its Python module cannot be used (%s)' % problem)
+            sys.path[:] = {folders} + path
+            from qualms.engines.lammps import attach_exported
+        except ImportError as error:
+            sys.stderr.write('ERROR: qualms cannot be used by this LAMMPS: %s.' % error + chr(10))
+            sys.stderr.flush()
+            os._exit(1)
+        attach_exported(lmp, {path}, {digest}, {elements})
+    """
+    python qualms_attach invoke
+    ''')
+
+_IPI = dedent('''\
+    """Driver of i-PI for a model of qualms, with its members as a committee; by qualms {version}.
+
+    In the input of i-PI, with the elements from a file in a format of ASE:
+
+        <ffdirect name="qualms">
+          <pes>custom</pes> <pes_path>FILE</pes_path>
+          <parameters>{{template: init.xyz}}</parameters>
+        </ffdirect>
+
+    As a client of a socket: i-pi-py_driver -m custom -P FILE -o template=init.xyz -u -a ADDRESS
+
+    Members are calibrated: <alpha> of <ffcommittee> must be 1, its default, and <parse_json> true.
+    """
+
+    from qualms.engines.ipi import Driver
+
+    __DRIVER_NAME__ = "qualms"
+    __DRIVER_CLASS__ = "QualmsDriver"
+
+
+    class QualmsDriver(Driver):
+        """The model, by its path and the SHA-256 of the file."""
+
+        model = {path}
+        digest = {digest}
+    ''')
+
+#: Engines, by name.
+ENGINES = {
+    "lammps": _Engine(_LAMMPS, "include {name}"),
+    "ipi": _Engine(_IPI, "<pes>custom</pes> <pes_path>{name}</pes_path>"),
+}
+del _LAMMPS, _IPI
+
+
+def export(
+    model: AnyPath,
+    to: str,
+    output: AnyPath,
+    *,
+    types: Sequence[str] | None = None,
+    force: bool = False,
+) -> str:
+    """Write the file by which an engine uses a model; return how it is used.
+
+    Parameters
+    ----------
+    model : path
+        Of the file that `AtomisticModel.save` wrote. It is named by its absolute path.
+    to : {"lammps", "ipi"}
+    output : path
+    types : sequence of str, optional
+        LAMMPS: element of each type of atom; by default those of their masses.
+    force : bool
+        Whether an existing file may be replaced.
+    """
+    if to not in ENGINES:
+        raise unknown_choice("to", to, ENGINES)
+    if types is not None and to != "lammps":
+        raise InputError(
+            f"`types` are types of atoms in LAMMPS; {to} takes the elements from its template.",
+            parameter="types",
+        )
+    check_not_input(output, model)
+    _check(check_input(model, "model"), types)
+    text = ENGINES[to].template.format(
+        version=qualms.__version__,
+        path=literal(str(Path(model).resolve())),
+        digest=literal(digest_of(model)),
+        elements=None if types is None else f"[{', '.join(map(literal, types))}]",
+        python=sys.version_info[:2],
+        folders=f"[{', '.join(map(literal, package_folders()))}]",
+    )
+    with atomic_output(output, force=force, mode="w") as file:
+        file.write(text)
+    return ENGINES[to].usage.format(name=Path(output).name)
+
+
+def _check(path: Path, types: Sequence[str] | None) -> None:
+    """Reject a model that the engine could not use, and elements that it does not know."""
+    try:
+        calculator = make_calculator(path)
+    except InputError as error:
+        if error.parameter in ("baseline", "representation"):
+            error.args = (
+                f"{error} A file for an engine cannot do that; in Python, `qualms.engines.lammps."
+                "attach` takes a model that was loaded so.",
+            )
+        raise
+    check_elements(types or (), calculator)
+
+
+def literal(text: str) -> str:
+    r"""Return a text as a string literal that is the same for Python, in all quotes, and one line.
+
+    Characters other than letters, digits and a few others are escape sequences, such as ``\x22``.
+    """
+    escaped = re.sub(r"[^A-Za-z0-9/._ +=@,~-]", lambda match: f"\\U{ord(match[0]):08x}", text)
+    return f"'{escaped}'"
+
+
+def package_folders() -> list[str]:
+    """Return the folders in which Python finds qualms and the packages that it needs."""
+    names = {"site-packages", "dist-packages"}
+    folders = [str(Path(qualms.__file__).parents[1])]
+    folders += [folder for folder in sys.path if Path(folder).name in names]
+    return [*dict.fromkeys(folders)]

