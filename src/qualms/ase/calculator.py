@@ -206,7 +206,8 @@ class ModelCalculator(UncertaintyCalculator):
         super().__init__()
         self.model = model
         self._needs: set[str] = set()  # what was requested once is computed with every structure
-        self._potential: Potential | None = None  # that of `_of_mixture`
+        self._potential: Potential | None = None  # that of the model, and that of `_of_mixture`
+        self._combined: Potential | None = None
         lacks = {"novelty"} if self._fitted is None else set()
         if self._fitted is not None and not self._fitted.representation.has_derivatives:
             lacks.add("forces")
@@ -258,9 +259,15 @@ class ModelCalculator(UncertaintyCalculator):
             return self.model.predict([atoms], forces=forces, stress=stress).structure(0)
         novelty = "novelty" in self._needs
         request = Request(forces=forces, stress=stress, atoms=novelty, novelty=novelty, means=means)
-        smooth = "forces" in self.implemented_properties
-        (prediction,) = self.model.stream([atoms], request, smooth=smooth)
+        potential = self._terms(self.model) if "forces" in self.implemented_properties else None
+        (prediction,) = self.model.stream([atoms], request, potential=potential)
         return prediction.structure(0)
+
+    def _terms(self, model: AtomisticModel) -> Potential:
+        """Return the potential of the model, which finds neighbours again when atoms have moved."""
+        if self._potential is None:
+            self._potential = [term.following() for term in model.potential]
+        return self._potential
 
     def _of_mixture(
         self, model: AtomisticModel, c: Float64Array, atoms: Atoms, *, stress: bool
@@ -268,10 +275,10 @@ class ModelCalculator(UncertaintyCalculator):
         """Return the results of the one potential Σ_j c_j E_j, in the time of one member."""
         check_model(model.fitted)
         (chunk,) = model.chunks([atoms], features=False)
-        if self._potential is None:
-            self._potential = [term.combined(c[:, None]) for term in model.potential]
+        if self._combined is None:
+            self._combined = [term.combined(c[:, None]) for term in self._terms(model)]
         with limited(model.threads, len(atoms)):
-            learned = derivatives(self._potential, [atoms], strain=stress)
+            learned = derivatives(self._combined, [atoms], strain=stress)
         baselines = model.fitted.with_baseline(np.zeros((1, len(c))), chunk.design)[0]
         others = baselines @ c * len(atoms)
         results: Results = {"energy": float(learned.energies[0, 0] + others)}
@@ -286,8 +293,8 @@ class ModelCalculator(UncertaintyCalculator):
         return results | {"free_energy": results["energy"]}
 
     def __getstate__(self) -> dict[str, Any]:
-        # featomic's calculators cannot be pickled, and are made again when they are needed.
-        return super().__getstate__() | {"_potential": None}
+        # They are as large as the model, and are made again when they are needed.
+        return super().__getstate__() | {"_potential": None, "_combined": None}
 
     def _calibrate(self, energy: Prediction, n_atoms: int) -> Calibrate:
         """Return the function that calibrates the members of the energy of a structure.
@@ -309,8 +316,9 @@ class ModelCalculator(UncertaintyCalculator):
         new = copy.copy(self)
         memo[id(self)] = new
         for name, value in vars(self).items():
-            if name not in ("model", "_potential", "_lock"):
+            if name not in ("model", "_potential", "_combined", "_lock"):
                 setattr(new, name, copy.deepcopy(value, memo))
+        new._potential = new._combined = None
         return new
 
 

@@ -20,6 +20,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -41,7 +42,7 @@ _GRADIENTS = ("positions", "strain")
 # --- the kernel with representatives, and the energy of members ---
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KernelTerm:
     """A term of the kernel with representatives (M, q), and the energy of R members.
 
@@ -61,6 +62,15 @@ class KernelTerm:
     def n_members(self) -> int:
         """R."""
         return self.weights.shape[1] if self.forms is None else len(self.forms)
+
+    def following(self) -> KernelTerm:
+        """Return the same term for structures that change little from one to the next."""
+        return replace(self, features=self.features.following())
+
+    @cached_property
+    def mean(self) -> KernelTerm:
+        """The mean over the members, which is the prediction."""
+        return self.combined(np.full((self.n_members, 1), 1 / self.n_members))
 
     def combined(self, coefficients: Float64Array) -> KernelTerm:
         """Return the energies of combinations (R, S) of the members."""

@@ -275,7 +275,7 @@ class AtomisticModel:
         request: Request = Request(),  # noqa: B008 — immutable
         *,
         unknown_species: str = "error",
-        smooth: bool = False,
+        potential: Potential | None = None,
     ) -> Iterator[StructurePrediction]:
         """Yield predictions in chunks of structures; `frames` may be larger than memory.
 
@@ -286,9 +286,10 @@ class AtomisticModel:
             What is predicted, beside the target.
         unknown_species : {"error", "ignore"}
             See `predict`.
-        smooth : bool
-            Whether energies come from the features that have derivatives, also without these: in
-            this process, and equal to those that come with forces.
+        potential : Potential, optional
+            That of the model, for the steps of a simulation. Energies then come from the features
+            that have derivatives, also without these: in this process, and equal to those that come
+            with forces.
         """
         derivatives = request.forces or request.stress
         if derivatives:
@@ -298,8 +299,9 @@ class AtomisticModel:
                     "Atoms that are ignored have no forces: use `unknown_species='error'`.",
                     parameter="unknown_species",
                 )
-        smooth = derivatives or smooth or self.fitted.has_label_basis
-        potential, baseline = self.potential if smooth else None, self.baseline_potential
+        if potential is None and (derivatives or self.fitted.has_label_basis):
+            potential = self.potential
+        baseline = self.baseline_potential
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))

@@ -568,9 +568,7 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
     fitted, frames = chunk.fitted, chunk.reduced
     n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
     uses_q = fitted.calibration.needs_novelty and fitted.pp_variance is not None
-    of = None
-    if request.means:
-        of = [term.combined(np.full((R, 1), 1 / R)) for term in potential]
+    of = [term.mean for term in potential] if request.means else None
     features = np.empty((n_atoms, fitted.representation.n_features))
     atoms, S = np.zeros((n_atoms, R)), 1 if request.means else R
     forces, virials = np.empty((n_atoms, 3, S)), np.full((len(frames), 6, S), np.nan)

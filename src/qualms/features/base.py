@@ -276,6 +276,10 @@ class Tape(ABC):
 class DifferentiableFeatures(Protocol):
     """Features of one term of the kernel."""
 
+    def following(self) -> Self:
+        """Return the same features for structures that change little from one to the next."""
+        ...
+
     def tapes(
         self,
         frames: Sequence[Atoms],

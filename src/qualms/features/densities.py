@@ -190,34 +190,30 @@ class NeighbourMemory:
     """Finds pairs, and keeps those of the last structure while its atoms move little.
 
     They are within the cutoff and a skin (Å), and are found again when an atom has moved by half of
-    the skin, or if anything else changes. It belongs to one simulation: threads do not share it.
+    the skin, or if anything else changes.
     """
 
     def __init__(self, skin: float) -> None:
         self.skin = skin
-        self._last: tuple[Atoms, float, Neighbours] | None = None
+        self._last: tuple[float, Atoms, Neighbours] | None = None
 
     def __call__(self, atoms: Atoms, cutoff: float) -> Neighbours:
         """Return the pairs within a cutoff (Å), and others that are a little further."""
-        if self._last is not None and self._is_valid(atoms, cutoff):
-            return self._last[2]
-        plain = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
-        self._last = plain, cutoff, find_neighbours(atoms, cutoff + self.skin)
-        return self._last[2]
+        last = self._last  # once: another thread may replace it
+        if last is None or last[0] != cutoff or not self._is_near(atoms, last[1]):
+            plain = Atoms(atoms.numbers, atoms.positions, cell=atoms.cell, pbc=atoms.pbc)
+            last = cutoff, plain, find_neighbours(plain, cutoff + self.skin)
+            self._last = last
+        return last[2]
 
-    def _is_valid(self, atoms: Atoms, cutoff: float) -> bool:
-        assert self._last is not None
-        before = self._last[0]
-        return (
-            self._last[1] == cutoff
-            and len(before) == len(atoms)
-            and np.array_equal(before.pbc, atoms.pbc)
-            and np.array_equal(before.cell.array, atoms.cell.array)
-            and bool(
-                np.max(np.sum((atoms.positions - before.positions) ** 2, axis=1), initial=0.0)
-                < (self.skin / 2) ** 2
-            )
-        )
+    def _is_near(self, atoms: Atoms, before: Atoms) -> bool:
+        """Return whether a structure is the one before, with no atom moved by half of the skin."""
+        if len(atoms) != len(before) or not np.array_equal(atoms.pbc, before.pbc):
+            return False
+        if not np.array_equal(atoms.cell.array, before.cell.array):
+            return False
+        moved = atoms.positions - before.positions
+        return float(np.einsum("ij,ij->i", moved, moved).max()) < (self.skin / 2) ** 2
 
 
 # --- batches of environments ---

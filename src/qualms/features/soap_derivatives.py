@@ -15,7 +15,7 @@ energies by features to those by spectra, by densities, and then by positions (b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations_with_replacement
 
@@ -27,6 +27,7 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.features.base import VOIGT, Changes, Tape, offsets_of
 from qualms.features.densities import (
     Environments,
+    NeighbourMemory,
     Neighbours,
     batches,
     environments_of,
@@ -35,9 +36,11 @@ from qualms.features.densities import (
 from qualms.features.soap import FeatomicEngine
 
 #: Environments in memory at once: with derivatives, and without.
-BATCH, VALUES = 64, 1024
+BATCH, VALUES = 128, 1024
 #: Elements of an array of changes of spectra, or of slopes by these: few enough for a cache.
 CACHED = 100_000
+#: Distance in Å by which neighbours in simulations may be further than the cutoff.
+SKIN = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +251,10 @@ class ScaleFeatures:
     def n_features(self) -> int:
         """Number q of features."""
         return self.engine.n_features if self.projection is None else self.projection.shape[1]
+
+    def following(self) -> ScaleFeatures:
+        """Return the same features for structures that change little from one to the next."""
+        return replace(self, find=NeighbourMemory(SKIN))
 
     def tapes(
         self,
