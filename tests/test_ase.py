@@ -20,7 +20,7 @@ from atomistic_fixtures import labelled_crystals, make_model
 from checks import rejects
 from fake_potential import PairCommittee
 
-from qualms import InputError, Prediction, QualmsError, QualmsWarning
+from qualms import AtomisticModel, InputError, Prediction, QualmsError, QualmsWarning
 from qualms.ase import Calculator, MemberCalculator, UncertaintyError, WeightedBaseline
 from qualms.ase.calculator import member_gradients, std_gradient
 from qualms.atomistic.labels import find_label
@@ -156,6 +156,29 @@ def test_map_calls_a_function_with_every_member(committee, atoms):
     for f in (lambda _: np.zeros(next(sizes)), lambda _: None):
         with pytest.raises(InputError):
             calc.map(f)
+
+
+@pytest.mark.parametrize("source", ["novelty", "posterior"])
+def test_uncertainties_are_those_of_predictions(water_model, water, source):
+    """Whatever σ depends on: the novelty q is not a property of members."""
+    weights = {"alpha": 0.7, "posterior": 0.5, "novelty": 0.0, source: 2.0}
+    calibrations = dict(water_model.fitted.calibrations)
+    of_energy = calibrations["energy"]
+    changed = replace(of_energy.calibration, **weights)
+    calibrations["energy"] = replace(of_energy, calibration=changed)
+    fitted = replace(water_model.fitted, calibrations=calibrations)
+    assert fitted.pp_variance is not None
+    model = AtomisticModel.from_fitted(fitted)
+    expected = model.predict([water])
+    with_forces = model.predict([water], forces=True)
+    for every in (1, 10**9):
+        calc = Calculator(model, forces_uncertainty_every=every)
+        for _ in range(2):
+            calc.calculate(water, ["energy", "forces"])
+            std = calc.results["energy_uncertainty"]
+            assert std == pytest.approx(expected.std[0], rel=1e-6)
+            np.testing.assert_allclose(calc.results["forces"], with_forces.forces.mean, atol=1e-9)
+    np.testing.assert_allclose(with_forces.std, expected.std, rtol=1e-6)
 
 
 def test_novelty_of_a_structure_and_of_its_atoms(water_model, water):

@@ -278,7 +278,7 @@ class ModelCalculator(UncertaintyCalculator):
         if self._combined is None:
             self._combined = [term.combined(c[:, None]) for term in self._terms(model)]
         with limited(model.threads, len(atoms)):
-            learned = derivatives(self._combined, [atoms], strain=stress)
+            learned = derivatives(self._combined, [atoms], strain=stress, threads=model.threads)
         baselines = model.fitted.with_baseline(np.zeros((1, len(c))), chunk.design)[0]
         others = baselines @ c * len(atoms)
         results: Results = {"energy": float(learned.energies[0, 0] + others)}
@@ -636,9 +636,14 @@ class Calculator(ModelCalculator):
             return results
         members, calibrate = predicted.uncalibrated.members, self._calibrate(predicted, len(atoms))
 
+        # The novelty q, if σ depends on it, is taken as constant: σ dσ is that of all else.
+        calibrated = calibrate(members)
+        std = float(predicted.std)
+        share = float(ensemble_mean_std(calibrated)[1]) / std if std > 0 else 1.0
+
         def derivative(of: Prediction) -> Float64Array:
             gradients = member_gradients(calibrate, members, of.uncalibrated.members)
-            return std_gradient(calibrate(members), gradients)
+            return share * std_gradient(calibrated, gradients)
 
         results["energy_uncertainty_gradient"] = -derivative(predicted.forces)
         if stress:

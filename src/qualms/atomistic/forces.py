@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -34,6 +36,7 @@ from qualms.errors import InputError, QualmsWarning
 from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
 from qualms.features.soap import REMEDY
 from qualms.gp.kernels import PowerKernel, ProductKernel, pack, product_terms, unpack
+from qualms.resources import limited
 
 #: Derivatives by the positions of atoms, and perhaps by strain.
 _GRADIENTS = ("positions", "strain")
@@ -132,10 +135,10 @@ class KernelTerm:
 
         With quadratic forms they are tr F Σ xxᵀ.
         """
-        first = np.flatnonzero(np.diff(owners, prepend=-1))
         if self.forms is None:
             kernel = self.kernel(x, self.representatives)
-            return np.asarray(np.add.reduceat(kernel, first, axis=0) @ self.weights)
+            return sums_of_runs(kernel, owners) @ self.weights
+        first = np.flatnonzero(np.diff(owners, prepend=-1))
         squares = [part.T @ part for part in np.split(x, first[1:])]
         flat = np.reshape(squares, (len(first), -1))
         return np.asarray(flat @ self.forms.reshape(len(self.forms), -1).T)
@@ -156,6 +159,12 @@ class KernelTerm:
             into = slopes[start : start + 8].reshape(len(terms) * R, c)
             np.matmul(terms.reshape(len(into), -1), X, out=into)
         return k @ weights, slopes
+
+
+def sums_of_runs(values: Float64Array, owners: IntArray) -> Float64Array:
+    """Return sums of values (n, k) with the same owner, which are consecutive: (s, k)."""
+    first = np.flatnonzero(np.diff(owners, prepend=-1))
+    return np.asarray(np.add.reduceat(values, first, axis=0))
 
 
 def _exponent(function: ProductKernel) -> float | None:
@@ -225,6 +234,7 @@ def derivatives(
     atoms: bool = False,
     features: bool = False,
     of: Potential | None = None,
+    threads: int = 1,
 ) -> Derivatives:
     """Return energies and derivatives of structures, batch by batch of environments.
 
@@ -238,6 +248,8 @@ def derivatives(
         Whether energies and features of environments are returned.
     of : Potential, optional
         The combinations of members whose derivatives are computed; those of all by default.
+    threads : int
+        Cores to use, for features that allow it.
     """
     R, S, n_atoms = potential[0].n_members, (of or potential)[0].n_members, sum(map(len, frames))
     total = _no_derivatives(len(frames), n_atoms, S, strain)
@@ -245,26 +257,64 @@ def derivatives(
     of_atoms, x_of_terms = np.zeros((n_atoms, R)), []
     for term, combined in zip(potential, of or potential, strict=True):
         x_of_terms.append(np.zeros((n_atoms * features, term.representatives.shape[1])))
-        for tape in term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)]):
-            centers, energies = tape.atoms[tape.centers], None
+        tapes = term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)])
+        evaluate = partial(_evaluate, term, combined if forces else None, atoms=atoms)
+        n_threads = threads if term.features.concurrent else 1
+        for tape, found in _in_threads(evaluate, tapes, n_threads):
+            # An atom, or structure, may come in several batches, but only once in each.
+            total.energies[tape.structures] += found.energies
             if forces:
-                energies, slopes, columns = combined.energy_slopes(tape)
-                by_positions, by_strain = tape.pull_back(slopes, columns)
-                # An atom, or structure, may come in several batches, but only once in each.
-                total.forces[tape.atoms] -= by_positions
-                if total.virials is not None and by_strain is not None:
-                    total.virials[tape.structures] += by_strain
-            if atoms:
-                if energies is None or of is not None:
-                    energies = term.energies(tape.x)
-                of_atoms[centers] += energies
-            sums = term.total_energies(tape.x, tape.owners)
-            total.energies[tape.structures] += sums
+                total.forces[tape.atoms] += found.forces
+            if total.virials is not None and found.virials is not None:
+                total.virials[tape.structures] += found.virials
+            centers = tape.atoms[tape.centers]
+            if found.atoms is not None:
+                of_atoms[centers] += found.atoms
             if features:
                 x_of_terms[-1][centers] = tape.x
     if features:
         total = total._replace(features=np.concatenate(x_of_terms, axis=1))
     return total._replace(atoms=of_atoms) if atoms else total
+
+
+def _evaluate(
+    term: KernelTerm, combined: KernelTerm | None, tape: Tape, *, atoms: bool
+) -> Derivatives:
+    """Return energies of a batch by all members, and derivatives by combinations of these."""
+    forces, energies, strain = np.empty((0, 3, 0)), None, None
+    if combined is not None:
+        of_combined, slopes, columns = combined.energy_slopes(tape)
+        by_positions, strain = tape.pull_back(slopes, columns)
+        forces, energies = -by_positions, of_combined if combined is term else None
+    if atoms and energies is None:
+        energies = term.energies(tape.x)
+    if energies is None:
+        sums = term.total_energies(tape.x, tape.owners)
+    else:
+        sums = sums_of_runs(energies, tape.owners)
+    return Derivatives(sums, forces, strain, energies if atoms else None)
+
+
+def _in_threads(
+    evaluate: Callable[[Tape], Derivatives], tapes: Iterable[Tape], threads: int
+) -> Iterator[tuple[Tape, Derivatives]]:
+    """Yield batches and what is computed for them, in order, on several cores.
+
+    Products of matrices have one thread each, so that the number of threads does not change them.
+    """
+    if threads == 1:
+        for tape in tapes:
+            yield tape, evaluate(tape)
+        return
+    with limited(1), ThreadPoolExecutor(threads) as pool:
+        waiting: deque[tuple[Tape, Future[Derivatives]]] = deque()
+        for tape in tapes:
+            waiting.append((tape, pool.submit(evaluate, tape)))
+            if len(waiting) > 2 * threads:
+                first, found = waiting.popleft()
+                yield first, found.result()
+        for first, found in waiting:
+            yield first, found.result()
 
 
 # --- training: kernel rows of forces and virials, forward ---

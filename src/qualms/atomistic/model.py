@@ -45,7 +45,7 @@ from qualms.io.files import check_output
 from qualms.metrics import Scores, score
 from qualms.notebooks import html_table
 from qualms.progress import Bars, ProgressDisplay, Stages
-from qualms.resources import default_threads, format_time, limited
+from qualms.resources import SMALL, default_threads, format_time, limited
 
 #: Structures, or the path of a file that has them.
 _Structures = Iterable[Atoms] | str | PathLike[str]
@@ -305,8 +305,9 @@ class AtomisticModel:
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))
-            with limited(self.threads, n_atoms):
-                yield predict_chunk(chunk, request, potential, baseline)
+            threads = 1 if n_atoms is not None and n_atoms <= SMALL else self.threads
+            with limited(threads):
+                yield predict_chunk(chunk, request, potential, baseline, threads)
 
     def chunks(
         self, frames: _Structures, *, unknown_species: str = "error", features: bool = True

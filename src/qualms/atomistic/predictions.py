@@ -429,6 +429,7 @@ def predict_chunk(
     request: Request,
     potential: Potential | None,
     baseline: BaselinePotential | None,
+    threads: int = 1,
 ) -> StructurePrediction:
     """Return the calibrated prediction of some structures.
 
@@ -444,10 +445,14 @@ def predict_chunk(
         Predicts derivatives; not needed if there are features.
     baseline : BaselinePotential, optional
         Its values are added.
+    threads : int
+        Cores to use for derivatives.
     """
     fitted = chunk.fitted
     raw = (
-        _by_features(chunk, request) if potential is None else _by_tapes(chunk, request, potential)
+        _by_features(chunk, request)
+        if potential is None
+        else _by_tapes(chunk, request, potential, threads)
     )
     per_atom = fitted.calibrated(
         TARGET,
@@ -563,7 +568,7 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
     )
 
 
-def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
+def _by_tapes(chunk: Chunk, request: Request, potential: Potential, threads: int) -> _Raw:
     """Return members of energies and of their derivatives, from one pass over the features."""
     fitted, frames = chunk.fitted, chunk.reduced
     n_atoms, R = sum(map(len, frames)), fitted.weights.shape[1]
@@ -586,6 +591,7 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential) -> _Raw:
             atoms=request.atoms,
             features=request.novelty or uses_q,
             of=of,
+            threads=threads,
         )
         energies[some], forces[places] = part.energies, part.forces
         if part.atoms is not None:

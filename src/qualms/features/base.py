@@ -276,6 +276,9 @@ class Tape(ABC):
 class DifferentiableFeatures(Protocol):
     """Features of one term of the kernel."""
 
+    #: whether batches can be computed by several threads
+    concurrent: ClassVar[bool]
+
     def following(self) -> Self:
         """Return the same features for structures that change little from one to the next."""
         ...

@@ -443,6 +443,7 @@ class NetworkFeatures:
     """Derivatives of the features of a network: `qualms.features.base.DifferentiableFeatures`."""
 
     representation: LearnedRepresentation
+    concurrent: ClassVar[bool] = False  # networks have threads of their own
 
     def following(self) -> NetworkFeatures:
         """Return these features: structures before are of no use."""

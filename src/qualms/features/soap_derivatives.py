@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations_with_replacement
+from typing import ClassVar
 
 import numpy as np
 from ase import Atoms
@@ -174,10 +175,13 @@ class SoapTape(Tape):
                 (np.ones(len(pairs)), np.arange(len(pairs)), offsets_of(sizes)),
                 shape=(n, len(pairs)),
             )
-            densities = np.empty((n, 6, *by_vectors.shape[2:]))
+            densities, width = (
+                np.empty((n, 6, *by_vectors.shape[2:])),
+                by_vectors.shape[2] * by_vectors.shape[3],
+            )
             for v, (x, y) in enumerate(zip(*VOIGT, strict=True)):
                 moved = by_vectors[:, x] * some.vectors[y, pairs][:, None, None]
-                summed = np.asarray(sums @ moved.reshape(len(pairs), -1))
+                summed = np.asarray(sums @ moved.reshape(len(pairs), width))
                 densities[:, v] = summed.reshape(densities[:, v].shape)
             columns, values = self._projected(densities, np.arange(n), a)
             changes[:, :, columns] += values
@@ -241,6 +245,7 @@ class ScaleFeatures:
     engine: FeatomicEngine
     projection: Float64Array | None
     feature_scale: float | None
+    concurrent: ClassVar[bool] = True
     find: Callable[[Atoms, float], Neighbours] = find_neighbours
     _blocks: dict[tuple[int, int], tuple[IntArray, Float64Array | None]] = field(
         default_factory=dict
