@@ -172,12 +172,17 @@ class Fitted:
     calibrations: Mapping[str, QuantityCalibration]  #: of the target, and perhaps derivatives
     points: Mapping[str, CalibrationData]  #: out-of-bag points that these were fitted to
     pp_variance: ProjectedVariance | None
-    #: largest and mean novelty of the environments of a structure that only one training structure
-    #: in a hundred exceeds, its own representatives not counted
+    #: largest and mean novelty of the environments of a structure, its own representatives not
+    #: counted, beyond which it is an extrapolation
     training_novelty: tuple[float, float]
     largest_ensemble_std: float  #: largest ensemble standard deviation of an out-of-bag point
     record: Record
     provenance: Provenance
+    #: p of posterior members, or ŝ if there are none, beyond which a structure is an extrapolation;
+    #: None in models of earlier versions, in which it is the largest ensemble standard deviation
+    std_limit: float | None = None
+    #: atoms of the largest training structure, and of that with most atoms other than hydrogen
+    largest_size: tuple[int, int] | None = None
 
     @property
     def has_label_basis(self) -> bool:
@@ -314,6 +319,15 @@ class Fitted:
         # Column-major: the kernel takes columns of it again and again.
         X = self.representatives.astype(self.representation.basis_dtype, order="F", copy=False)
         return Basis(self.representation.kernel, X, self.kernel_scale, self.per_atom)
+
+    def std_of_members(self, members: Float64Array) -> Float64Array:
+        """Return the standard deviation of members (n, N_R) that `std_limit` is a limit of: (n,).
+
+        p of posterior members, or ŝ if there are none.
+        """
+        drawn = self.std_limit is not None and self.settings.n_drawn > 1
+        first = self.settings.n_subsampled if drawn else 0
+        return np.asarray(members[:, first:].std(axis=1, ddof=1))
 
     def members(self, K_XM: Float64Array, design: Float64Array) -> Float64Array:
         """Return the prediction of each member, per atom if extensive: (n, N_R)."""

@@ -82,6 +82,8 @@ class ModelDocument(Document):
     points: dict[str, PointsDocument]
     training_novelty: tuple[_Share, _Share]
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
+    std_limit: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
+    largest_size: tuple[int, int] | None = None
     record: Record
     provenance: Provenance
 
@@ -122,6 +124,8 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
         },
         training_novelty=fitted.training_novelty,
         largest_ensemble_std=fitted.largest_ensemble_std,
+        std_limit=fitted.std_limit,
+        largest_size=fitted.largest_size,
         record=fitted.record,
         provenance=fitted.provenance,
     )
@@ -287,6 +291,8 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         pp_variance=_variance(document, tensors, r),
         training_novelty=document.training_novelty,
         largest_ensemble_std=document.largest_ensemble_std,
+        std_limit=document.std_limit,
+        largest_size=document.largest_size,
         record=document.record,
         provenance=document.provenance,
     )

@@ -441,9 +441,9 @@ class Rows:
     sample: TrainingSet  #: structures whose rows are kept
     center: float  #: mean of the target less the baseline
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
-    #: largest and mean novelty of the environments of a structure that few structures exceed, for
+    #: largest and mean novelty of the environments of each structure of the sample, (n, 2), for
     #: numbers of representatives
-    novelty: dict[int, tuple[float, float]]
+    novelty: dict[int, Float64Array]
 
     def leading(self, r: int) -> Rows:
         """Return the rows of the model that has the first r representatives alone."""
@@ -774,8 +774,7 @@ def _scaled(problem: TrainingProblem, task: RowTask, total: PartSums, kept: IntA
     rows = {name: quantity.rows for name, quantity in sample.quantities.items()}
     sums = BlockSums.of(total.sums, draw.n_blocks)
     sums.scale(math.sqrt(scale))
-    # 99 % of the training structures would not count as extrapolation if they were new.
-    novelty = np.quantile(np.concatenate(total.novelty), 0.99, axis=0)
+    novelty = np.concatenate(total.novelty)[kept]
     return Rows(
         representatives=task.representatives,
         functions=task.functions,
@@ -786,5 +785,5 @@ def _scaled(problem: TrainingProblem, task: RowTask, total: PartSums, kept: IntA
         sample=sample,
         center=task.center,
         k_xx=np.concatenate(diagonals) * scale,
-        novelty={m: (float(a), float(b)) for m, (a, b) in zip(task.sizes, novelty, strict=True)},
+        novelty={m: novelty[:, i] for i, m in enumerate(task.sizes)},
     )

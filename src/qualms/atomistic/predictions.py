@@ -28,6 +28,7 @@ from ase.data import chemical_symbols
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.delta import BaselinePotential
+from qualms.atomistic.extrapolation import ROUNDING
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
@@ -38,8 +39,6 @@ from qualms.errors import InputError, QualmsWarning, counted
 from qualms.features.base import BATCH, Batch, offsets_of, ranges, stream_features
 from qualms.prediction import Prediction
 
-#: Rounding of novelties.
-_ROUNDING = 1e-6
 #: Bytes of the features of a chunk: larger arrays are allocated again each time, which takes as
 #: long as computing the features.
 _BYTES = 30_000_000
@@ -486,11 +485,13 @@ def predict_chunk(
         contributions = [learned[a:b] for a, b in edges]
     novelty = reasons = atom_novelty = None
     if raw.novelty is not None:
-        limits = np.array(fitted.training_novelty) + _ROUNDING
+        limits = np.array(fitted.training_novelty)
+        if fitted.largest_size is None:  # perhaps of an earlier version
+            limits += ROUNDING
         of_structures = structure_novelty(raw.novelty, offsets) / limits
         novelty = of_structures[:, 0]
         atom_novelty = [raw.novelty[a:b] / limits[0] for a, b in edges]
-        reasons = _reasons(chunk, learned, of_structures, atom_novelty)
+        reasons = _reasons(chunk, raw.members, of_structures, atom_novelty)
     target, process = learned, raw.process
     if process is not None:
         process *= chunk.factors
@@ -620,22 +621,22 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential, threads: int
 
 def _reasons(
     chunk: Chunk,
-    learned: Prediction,
+    members: Float64Array,
     of_structures: Float64Array,
     atom_novelty: Sequence[Float64Array],
 ) -> list[str]:
     """Return why each structure is an extrapolation; an empty text if it is none.
 
-    It is if the largest or the mean novelty of its environments exceeds that of 99 % of the
-    training structures, if the ensemble standard deviation exceeds that of all out-of-bag points,
-    if it has atoms of unknown species or another charge or spin than the training structures, or if
-    its composition has no baseline.
+    It is if the largest or the mean novelty of its environments, or the standard deviation of
+    members, exceeds a limit (together for 1 % of out-of-bag structures), if it is a molecule larger
+    than all training structures, if it has atoms of unknown species or another charge or spin than
+    the training structures, or if its composition has no baseline.
 
     Parameters
     ----------
     chunk : Chunk
-    learned : Prediction
-        Of the target.
+    members : (N, N_R) array
+        Of the target, before calibration: of averages over atoms, or of atoms.
     of_structures : (n_structures, 2) array
         Largest and mean novelty of the environments of each structure, in units of the limits.
     atom_novelty : sequence of arrays
@@ -643,8 +644,9 @@ def _reasons(
     """
     fitted, offsets = chunk.fitted, chunk.batch.offsets
     # Members that agree to rounding on all training rows differ by rounding everywhere.
-    largest = (fitted.largest_ensemble_std or np.inf) * chunk.factors
-    above = np.asarray(learned.uncalibrated.std > largest)
+    limit = fitted.std_limit or fitted.largest_ensemble_std or np.inf
+    std = fitted.std_of_members(members) / limit
+    symbol = "p" if fitted.settings.n_drawn > 1 else "ŝ"
     determined = np.ones(len(chunk.frames), dtype=bool)
     if not fitted.per_atom:
         determined = fitted.baseline.is_determined(chunk.design)
@@ -658,17 +660,37 @@ def _reasons(
             texts.append(f"{' and '.join(chunk.other_states[s])} differ from the training set")
         if not determined[s]:
             texts.append("the composition is not determined by the training set")
+        if size := _larger(reduced, fitted.largest_size):
+            texts.append(size)
         largest_novelty, mean_novelty = of_structures[s]
         if largest_novelty > 1:
             i = int(chunk.centers[s][np.argmax(atom_novelty[s])])
             text = f"the environment of atom {i} ({chemical_symbols[atoms.numbers[i]]}) is novel"
-            texts.append(f"{text}, {largest_novelty:.1f} × the limit")
+            texts.append(f"{text}, {largest_novelty:.2g} × the limit")
         elif mean_novelty > 1:
-            texts.append(f"its environments are novel on average, {mean_novelty:.1f} × the limit")
-        if np.any(above[offsets[s] : offsets[s + 1]] if fitted.per_atom else above[s]):
-            texts.append("members differ more than on all out-of-bag points")
+            texts.append(f"its environments are novel on average, {mean_novelty:.2g} × the limit")
+        largest_std = (
+            std[offsets[s] : offsets[s + 1]].max(initial=0.0) if fitted.per_atom else std[s]
+        )
+        if largest_std > 1:
+            text = f"its uncertainty before calibration ({symbol}) exceeds that of out-of-bag"
+            texts.append(f"{text} structures, {largest_std:.2g} × the limit")
         reasons.append("; ".join(texts))
     return reasons
+
+
+def _larger(atoms: Atoms, largest: tuple[int, int] | None) -> str:
+    """Return by what a molecule is larger than all training structures; an empty text if not.
+
+    Cells of periodic structures may have any size.
+    """
+    if largest is None or atoms.pbc.any():
+        return ""
+    sizes = len(atoms), int(np.count_nonzero(atoms.numbers > 1))
+    for size, most, of in zip(sizes, largest, ("", " other than hydrogen"), strict=True):
+        if size > most:
+            return f"it has {size} atoms{of}, training structures have {most} at most"
+    return ""
 
 
 def _warn_about_lone_atoms(fitted: Fitted, frames: Sequence[Atoms], forces: Float64Array) -> None:

@@ -38,6 +38,7 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, row_space, spans
 from qualms.atomistic.census import Census, TrainingSet, take_census, thinned
 from qualms.atomistic.delta import BaselinePotential, calculator_version
+from qualms.atomistic.extrapolation import ROUNDING, fit_limits, is_largest, scattered, sizes_of
 from qualms.atomistic.fitted import (
     Fitted,
     ProjectedVariance,
@@ -115,8 +116,8 @@ from qualms.resources import limited
 
 log = logging.getLogger(__name__)
 
-#: Streams of random numbers: posterior members, and blocks.
-_POSTERIOR_STREAM, _BLOCK_STREAM = 4, 7
+#: Streams of random numbers: posterior members, blocks, and limits of extrapolation.
+_POSTERIOR_STREAM, _BLOCK_STREAM, _LIMIT_STREAM = 4, 7, 10
 #: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
 #: and 3000 differ by 0.5 %.
 _MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
@@ -950,6 +951,49 @@ def largest_std(points: CalibrationData | None, settings: Settings) -> float:
     return float(np.sqrt(squares.max() / (settings.n_subsampled + settings.n_drawn - 1)))
 
 
+def find_limits(
+    points: CalibrationData | None, rows: Rows, settings: Settings
+) -> tuple[tuple[float, float], float | None]:
+    """Return the limits of novelty, and of p or ŝ, that 1 % of out-of-bag structures exceed.
+
+    Without points, those of novelty alone.
+
+    Parameters
+    ----------
+    points : CalibrationData or None
+        Of the target.
+    rows : Rows
+    settings : Settings
+    """
+    sample, novelty = rows.sample, rows.novelty[len(rows.functions)]
+    novelty = np.minimum(novelty + ROUNDING, 1.0)
+    largest = None
+    if not sample.per_atom:
+        largest = is_largest(sizes_of(sample.composition, sample.species))
+    if points is None:
+        of_novelty = fit_limits([*novelty.T], largest)
+        return (of_novelty[0], of_novelty[1]), None
+    std, n_drawn = points.ensemble_std, settings.n_drawn
+    if settings.n_subsampled and points.posterior_std is not None:
+        std = points.posterior_std
+    assert points.structure is not None
+    order = np.argsort(sample.source)
+    structure = order[np.searchsorted(sample.source, points.structure, sorter=order)]
+    rng = np.random.default_rng([settings.seed, _LIMIT_STREAM])
+    samples = scattered(std, n_drawn, rng) if n_drawn > 1 else std[None]
+    stds = []
+    for values in samples:
+        of_structures = np.zeros(len(sample.source))
+        np.maximum.at(of_structures, structure, values)
+        stds.append(of_structures)
+    used, n = np.unique(structure), len(samples)
+    measures = [np.tile(column, n) for column in novelty[used].T]
+    measures.append(np.concatenate([of[used] for of in stds]))
+    all_largest = None if largest is None else np.tile(largest[used], n)
+    *of_novelty, limit = fit_limits(measures, all_largest)
+    return (of_novelty[0], of_novelty[1]), limit
+
+
 def check_labels(
     out_of_bag: Mapping[str, OutOfBagRows], copies: IntArray, source: IntArray, *, per_atom: bool
 ) -> None:
@@ -1013,6 +1057,7 @@ def calibrate(
             out_of_bag, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
         )
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
+        training_novelty, std_limit = find_limits(points.get(TARGET), rows, settings)
     settings = settings.model_copy(update={"calibration": method})
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     members = ensemble.weights[:, None]
@@ -1039,7 +1084,7 @@ def calibrate(
         calibrations=calibrations,
         points=points,
         pp_variance=_projected_variance(ensemble, settings),
-        training_novelty=rows.novelty[r],
+        training_novelty=training_novelty,
         largest_ensemble_std=largest_std(points.get(TARGET), settings),
         record=_record(problem, ensemble, points, centre, size_curve, stages),
         provenance=Provenance(
@@ -1052,7 +1097,15 @@ def calibrate(
             },
             data_digest=problem.census.digest,
         ),
+        std_limit=std_limit,
+        largest_size=None if problem.data.per_atom else _largest_sizes(problem.data),
     )
+
+
+def _largest_sizes(data: TrainingSet) -> tuple[int, int]:
+    """Return the most atoms, and the most atoms other than hydrogen, of a structure."""
+    n_atoms, n_heavy = sizes_of(data.composition, data.species).max(axis=0).tolist()
+    return n_atoms, n_heavy
 
 
 def _projected_variance(ensemble: TrainedEnsemble, settings: Settings) -> ProjectedVariance | None:

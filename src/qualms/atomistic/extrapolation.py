@@ -1,0 +1,69 @@
+"""Limits beyond which a structure is an extrapolation, from out-of-bag structures.
+
+Three measures: the standard deviation of the model (p of posterior members, or ŝ), and the largest
+and the mean novelty of the environments of a structure. Each has a limit; together they are such
+that 1 % of the out-of-bag structures exceed one of them or another. So a limit is not the 99 %
+quantile of its measure: up to 3 % would exceed one. All limits are quantiles of the same level.
+
+A molecule that is larger than all training structures is an extrapolation as well. Out of bag, that
+holds for the largest one, which is one of the 1 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qualms.arrays import BoolArray, Float64Array, IntArray
+
+#: Share of out-of-bag structures that are extrapolations.
+SHARE = 0.01
+#: Rounding of novelties.
+ROUNDING = 1e-6
+#: Samples of the standard deviation of posterior members, in which it scatters as predicted ones.
+_SAMPLES = 16
+
+
+def fit_limits(
+    measures: Sequence[Float64Array], largest: BoolArray | None = None, share: float = SHARE
+) -> list[float]:
+    """Return the limits of measures, such that a share of the structures exceeds one of them.
+
+    They are the kth largest of each measure, for the largest k with which it is not more.
+
+    Parameters
+    ----------
+    measures : sequence of (n,) arrays
+        Of out-of-bag structures.
+    largest : (n,) array of bool, optional
+        Structures that are extrapolations, whatever their measures are.
+    share : float
+    """
+    columns = np.stack(measures)
+    ordered, n = np.sort(columns, axis=1), columns.shape[1]
+    beyond = np.zeros(n, dtype=bool) if largest is None else largest
+    low, high = 0, min(int(share * n), n - 1)  # bisection: more structures exceed lower limits
+    while low < high:
+        k = (low + high + 1) // 2
+        exceeding = beyond | (columns > ordered[:, [n - 1 - k]]).any(axis=0)
+        low, high = (k, high) if np.count_nonzero(exceeding) <= share * n else (low, k - 1)
+    return [float(limit) for limit in ordered[:, n - 1 - low]]
+
+
+def scattered(std: Float64Array, n_members: int, rng: np.random.Generator) -> Float64Array:
+    """Return standard deviations (n,) as samples of so many members have them: (_SAMPLES, n)."""
+    chi2 = rng.chisquare(n_members - 1, size=(_SAMPLES, len(std)))
+    return np.asarray(std * np.sqrt(chi2 / (n_members - 1)))
+
+
+def sizes_of(composition: IntArray, species: Sequence[int]) -> IntArray:
+    """Return numbers of atoms, and of those other than hydrogen, for counts (n, S): (n, 2)."""
+    heavy = np.array(species) > 1
+    return np.stack([composition.sum(axis=1), composition[:, heavy].sum(axis=1)], axis=1)
+
+
+def is_largest(sizes: IntArray) -> BoolArray:
+    """Return which structures are larger than all others, by either of two sizes (n, 2): (n,)."""
+    alone = (sizes == sizes.max(axis=0)) & (np.sum(sizes == sizes.max(axis=0), axis=0) == 1)
+    return np.asarray(alone.any(axis=1))

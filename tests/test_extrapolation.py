@@ -1,0 +1,100 @@
+"""Limits of extrapolation: 1 % of out-of-bag structures exceed one of them, with reasons."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from ase import Atoms
+from atomistic_fixtures import labelled_molecules, make_model
+
+from qualms import AtomisticModel
+from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered
+
+
+@pytest.mark.parametrize("n", [40, 100, 1000, 20_000])
+@pytest.mark.parametrize("tail", [0.2, 2.0])
+def test_one_per_cent_of_all_exceed_one_limit_or_another(n, tail):
+    """Whatever the distributions are, of all measures together; new ones about as many."""
+    shares, rng = [], np.random.default_rng(n)
+    for _ in range(20 if n < 10_000 else 2):
+        measures, new = np.exp(rng.normal(size=(2, 3, n)) * np.array([tail, 0.1, 1.0])[:, None])
+        measures[2] = 0.5 * (measures[1] + measures[2])  # correlated
+        limits = np.array(fit_limits(list(measures)))
+        exceeding = (measures > limits[:, None]).any(axis=0).mean()
+        assert exceeding <= 0.01
+        assert exceeding > 0.01 - 4 / n
+        new[2] = 0.5 * (new[1] + new[2])
+        shares.append((new > limits[:, None]).any(axis=0).mean())
+    assert np.mean(shares) < 0.012 + 3.5 / n
+
+
+def test_the_largest_structure_is_one_of_the_one_per_cent():
+    rng = np.random.default_rng(0)
+    measures, largest = list(rng.random((2, 300))), np.arange(300) < 2
+    limits = np.array(fit_limits(measures, largest))
+    exceeding = largest | (np.array(measures) > limits[:, None]).any(axis=0)
+    assert exceeding.sum() <= 3
+    sizes = np.array([[5, 2], [7, 3], [7, 4], [6, 4]])
+    assert is_largest(sizes).tolist() == [False] * 4
+    assert is_largest(sizes[:2]).tolist() == [False, True]
+    # Everything is an extrapolation: limits are still numbers.
+    assert np.all(np.isfinite(fit_limits(measures, np.ones(300, bool))))
+
+
+def test_standard_deviations_of_few_members_scatter():
+    values = scattered(np.full(5000, 2.0), 16, np.random.default_rng(0))
+    assert np.mean(values**2) == pytest.approx(4.0, rel=0.02)
+    assert values.std() == pytest.approx(2.0 / np.sqrt(30), rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def by_size():
+    """A model of molecules with at most eight atoms other than hydrogen, and larger ones."""
+    molecules = labelled_molecules(300)
+    n_heavy = np.array([np.count_nonzero(atoms.numbers > 1) for atoms in molecules])
+    small = [atoms for atoms, n in zip(molecules, n_heavy, strict=True) if n <= 8]
+    large = [atoms for atoms, n in zip(molecules, n_heavy, strict=True) if n > 8]
+    return make_model(n_representatives=150).fit(small), small, large
+
+
+def test_larger_molecules_are_flagged_and_cells_are_not(by_size):
+    model, small, large = by_size
+    prediction = model.predict(large)
+    assert prediction.extrapolates.all()
+    assert all("at most" in reason for reason in prediction.reasons)
+    assert model.predict(small).extrapolates.mean() <= 0.03
+    cells = [Atoms(a.numbers, a.positions, cell=[30] * 3, pbc=True) for a in large[:5]]
+    assert not any("at most" in reason for reason in model.predict(cells).reasons)
+
+
+def test_limits_are_those_of_the_file(by_size, tmp_path):
+    model, _, large = by_size
+    model.save(tmp_path / "model.safetensors")
+    loaded = AtomisticModel.load(tmp_path / "model.safetensors")
+    assert loaded.fitted.std_limit == model.fitted.std_limit
+    assert loaded.fitted.largest_size == model.fitted.largest_size
+    assert loaded.predict(large[:5]).reasons == model.predict(large[:5]).reasons
+
+
+def test_models_of_earlier_versions_have_the_largest_ensemble_standard_deviation(by_size):
+    """They know neither the largest size nor a limit of p."""
+    model, small, large = by_size
+    old = dataclasses.replace(model.fitted, std_limit=None, largest_size=None)
+    prediction = AtomisticModel.from_fitted(old).predict(large)
+    assert not any("atoms" in reason for reason in prediction.reasons)
+    stretched = [atoms.copy() for atoms in small[:5]]
+    for atoms in stretched:
+        atoms.positions *= 1.3
+    assert AtomisticModel.from_fitted(old).predict(stretched).extrapolates.all()
+
+
+@pytest.mark.parametrize("uncertainty", ["subsampling", "posterior"])
+def test_unlike_structures_have_a_large_uncertainty_and_a_reason(uncertainty):
+    molecules = labelled_molecules(120)
+    model = make_model(n_representatives=100, uncertainty=uncertainty).fit(molecules[:100])
+    assert model.predict(molecules[100:]).extrapolates.mean() <= 0.25
+    stretched = [atoms.copy() for atoms in molecules[:10]]
+    for atoms in stretched:
+        atoms.positions *= 1.2
+    symbol = "(p)" if uncertainty == "posterior" else "(ŝ)"
+    assert np.mean([symbol in reason for reason in model.predict(stretched).reasons]) > 0.5
