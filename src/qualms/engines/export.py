@@ -14,7 +14,6 @@ from textwrap import dedent
 from typing import NamedTuple
 
 import qualms
-from qualms.atomistic.model import AtomisticModel
 from qualms.engines.calculators import check_elements, make_calculator
 from qualms.errors import InputError, unknown_choice
 from qualms.io.files import AnyPath, atomic_output, check_input, check_not_input, digest_of

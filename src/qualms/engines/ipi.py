@@ -12,15 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ase.io
 import numpy as np
 from ase import Atoms
-from ase.stress import voigt_6_to_full_3x3_stress as full_tensor
 from ipi.pes.dummy import Dummy_driver
 from ipi.utils.units import unit_to_internal, unit_to_user
 
 from qualms.arrays import Float64Array
-from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.structures import iter_frames
 from qualms.engines.calculators import make_calculator
 from qualms.errors import InputError
 from qualms.io.files import check_digest, check_input
@@ -30,6 +28,8 @@ __all__ = ["Driver"]
 _energy = partial(unit_to_internal, "energy", "electronvolt")
 _force = partial(unit_to_internal, "force", "ev/ang")
 _length = partial(unit_to_user, "length", "angstrom")
+#: Places of the components of a tensor in ASE's xx yy zz yz xz xy.
+_TENSOR = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 
 
 class Driver(Dummy_driver):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class Driver(Dummy_driver):  # type: ignore[misc]
     Parameters
     ----------
     template : path
-        File with the elements of the atoms, in their order, in a format of ASE.
+        File with the elements of the atoms, in their order, in a format that qualms reads.
     pbc : bool
         Whether the structure is periodic along all vectors of the cell, as it is for i-PI.
     *args, **kwargs
@@ -51,9 +51,9 @@ class Driver(Dummy_driver):  # type: ignore[misc]
     ``forces_uncertainty`` (3n,), all in atomic units.
     """
 
-    #: Model or its path, and the SHA-256 of its file.
-    model: ClassVar[AtomisticModel | str | Path]
-    digest: ClassVar[str | None] = None
+    #: Path of the model, and the SHA-256 of the file.
+    model: ClassVar[str]
+    digest: ClassVar[str]
 
     def __init__(self, template: str | Path, pbc: bool = True, *args: Any, **kwargs: Any) -> None:
         self.template, self.pbc = template, pbc
@@ -63,11 +63,10 @@ class Driver(Dummy_driver):  # type: ignore[misc]
         """Read the model and the elements."""
         if self.pbc not in (True, False):
             raise InputError(f"`pbc` is {self.pbc!r}; it must be True or False.", parameter="pbc")
-        if self.digest is not None:
-            check_digest(self.model, self.digest)
+        check_digest(self.model, self.digest)
         self.calculator = make_calculator(self.model)
-        structure = ase.io.read(check_input(self.template, "template"))
-        self.numbers = structure.numbers
+        frames = iter_frames(check_input(self.template, "template"))
+        self.numbers = next(iter(frames)).numbers
 
     def compute_structure(
         self, cell: Float64Array, pos: Float64Array
@@ -89,18 +88,18 @@ class Driver(Dummy_driver):  # type: ignore[misc]
         stress = self.calculator.get_property("stress", atoms)  # derivatives come with it
         results, volume = self.calculator.results, atoms.cell.volume
         forces = np.moveaxis(results["forces_ensemble"], -1, 0)
-        stresses = np.array([full_tensor(member) for member in results["stress_ensemble"].T])
+        stresses = results["stress_ensemble"].T[:, _TENSOR.ravel()]
         # Flat lists would be taken for one member.
         extras = {
             "committee_pot": _energy(results["energy_ensemble"]),
             "committee_force": _force(forces.reshape(len(forces), -1)),
-            "committee_virial": _energy(-volume * stresses).reshape(len(stresses), 9),
+            "committee_virial": _energy(-volume * stresses),
             "energy_uncertainty": np.array(_energy(results["energy_uncertainty"])),
             "forces_uncertainty": _force(results["forces_uncertainty"].ravel()),
         }
         return (
             float(_energy(results["energy"])),
             np.asarray(_force(results["forces"])),
-            np.asarray(_energy(-volume * full_tensor(stress))),
+            np.asarray(_energy(-volume * stress[_TENSOR])),
             json.dumps({name: values.tolist() for name, values in extras.items()}),
         )

@@ -86,7 +86,9 @@ class Attachment:
         self, n_local: int, tags: IntArray, positions: Float64Array, forces: Float64Array
     ) -> None:
         lmp = self._lmp
-        types = lmp.numpy.extract_atom("type")[:n_local] if n_local else np.empty(0, dtype=np.int32)
+        types: IntArray = np.empty(0, dtype=np.int32)
+        if n_local:
+            types = lmp.numpy.extract_atom("type")[:n_local]
         ranks = self._gathered(tags, types, positions)
         n_lost = lmp.get_natoms() - len(ranks.tags)
         if n_lost:
@@ -125,8 +127,8 @@ class Attachment:
             return _Ranks(tags, types, positions, slice(0, len(tags)))
         parts = self._comm.allgather((np.array(tags), np.array(types), np.array(positions)))
         first = sum(len(part[0]) for part in parts[: self._comm.rank])
-        columns = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return _Ranks(*columns, slice(first, first + len(tags)))
+        every = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return _Ranks(next(every), next(every), next(every), slice(first, first + len(tags)))
 
 
 def attach(
