@@ -387,8 +387,9 @@ def tables(names: Sequence[str]) -> Iterator[dict[str, Any]]:
     columns = ["training set", "test", "structures", "RMSE (meV/atom, 10⁻³ ppm)"]
     columns += ["within σ / 1.96 σ (%)", "log likelihood", "forces", "extrapolations"]
     notes = [
-        "The first test of a training set is of the same distribution. Energies are per atom, and "
-        "forces are components. Extrapolations are the structures that predictions flag."
+        "The first test of a training set is of the same distribution (of ethanolamine, later "
+        "frames of the same conformer). Energies are per atom, and forces are components. "
+        "Extrapolations are the structures that predictions flag."
     ]
     if rows:
         title = "Coverage where structures are unlike those of the training set"
@@ -397,9 +398,9 @@ def tables(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         columns = ["training set", "bonds", "σ does not fall", "within σ / 1.96 σ (%)"]
         columns.append("at 1.8 times the length")
         notes = [
-            "Bonds of other random molecules are stretched to 1.8 times their lengths. σ falls if "
-            "it is more than 10 % below its maximum at shorter lengths where the error is larger than "
-            "at all of these."
+            "Bonds of other random molecules are stretched to 1.8 times their lengths. σ falls "
+            "if it is more than 10 % below its maximum at shorter lengths where the error is "
+            "larger than at all of these."
         ]
         title = "Bonds that are stretched"
         yield {"title": title, "columns": columns, "rows": of_bonds, "notes": notes}
