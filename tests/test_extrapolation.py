@@ -5,10 +5,20 @@ import dataclasses
 import numpy as np
 import pytest
 from ase import Atoms
-from atomistic_fixtures import labelled_molecules, make_model
+from atomistic_fixtures import (
+    ENERGY,
+    labelled_molecules,
+    make_force_model,
+    make_model,
+)
 
-from qualms import AtomisticModel
+from qualms import AtomisticModel, Prediction
+from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered
+from qualms.errors import QualmsWarning
+from qualms.evaluation import Evaluation
+from qualms.report.assessment import assess
+from qualms.report.tables import novelty_records, novelty_table
 
 
 @pytest.mark.parametrize("n", [40, 100, 1000, 20_000])
@@ -98,3 +108,66 @@ def test_unlike_structures_have_a_large_uncertainty_and_a_reason(uncertainty):
         atoms.positions *= 1.2
     symbol = "(p)" if uncertainty == "posterior" else "(ŝ)"
     assert np.mean([symbol in reason for reason in model.predict(stretched).reasons]) > 0.5
+
+
+# --- no basis, and bins of novelty ---
+
+
+def test_labels_that_cannot_be_learned_are_named_with_their_quantity(tmp_path):
+    """Random numbers are not explained; the warning is repeated wherever the model is evaluated."""
+    molecules, rng = labelled_molecules(140), np.random.default_rng(0)
+    for atoms in molecules:
+        atoms.info[ENERGY] = rng.normal() + len(atoms)  # which a baseline explains
+    with pytest.warns(QualmsWarning, match="energy: .*explained"):
+        model = make_model(n_representatives=100).fit(molecules[:100])
+    assert model.record.quantities["energy"].explained < 0.2
+    model.save(tmp_path / "model.safetensors")
+    loaded = AtomisticModel.load(tmp_path / "model.safetensors")
+    evaluation = evaluate(loaded, molecules[100:])["energy"]
+    assert evaluation.doubt
+    assert evaluation.doubt in assess(evaluation).details
+
+
+def test_each_quantity_has_a_basis_of_its_own(alloys):
+    """Forces that are random, beside energies that are not."""
+    frames, rng = [atoms.copy() for atoms in alloys[:26]], np.random.default_rng(0)
+    good = make_force_model(units="eV").fit(frames)
+    assert all(of.explained > 0.5 for of in good.record.quantities.values())
+    assert not any(of.doubt(name) for name, of in good.record.quantities.items())
+    for atoms in frames:
+        atoms.arrays["force"] = rng.normal(size=(len(atoms), 3)) * 0.1
+    with pytest.warns(QualmsWarning) as caught:
+        model = make_force_model(units="eV").fit(frames)
+    assert any("forces: out-of-bag" in str(warning.message) for warning in caught)
+    assert model.record.quantities["forces"].explained < 0.5
+
+
+def test_bins_of_novelty_are_those_of_an_oracle():
+    rng = np.random.default_rng(0)
+    novelty, std = rng.random(200), 0.5 + rng.random(200)
+    z = std * rng.normal(size=200) * (1 + 2 * (novelty > 0.8))
+    prediction = Prediction(mean=np.zeros(200), std=std)
+    given = {"target": "e", "y": z, "prediction": prediction, "structure": np.arange(200)}
+    evaluation = Evaluation(**given, novelty=novelty)
+    records = novelty_records(evaluation)
+    order = np.argsort(novelty)
+    for record, some in zip(records, np.split(order, 5), strict=True):
+        assert record["n_points"] == 40
+        assert record["novelty"] == novelty[some].max()
+        ratio = np.abs(z[some]) / std[some]
+        assert record["coverage_68"] == pytest.approx(np.mean(ratio <= 1))
+        assert record["coverage_95"] == pytest.approx(np.mean(ratio <= 1.96))
+        expected = np.sqrt(np.mean(z[some] ** 2) / np.mean(std[some] ** 2))
+        assert record["rmse_over_sigma"] == pytest.approx(expected)
+    assert records[-1]["rmse_over_sigma"] > 2 > 1.5 > records[0]["rmse_over_sigma"]
+    assert len(novelty_table(evaluation).rows) == 5
+    some = evaluation.some(novelty > 0.5)
+    assert novelty_records(some)[0]["novelty"] > 0.5
+    assert novelty_table(Evaluation(**given)) is None
+
+
+def test_evaluations_have_the_novelty_of_predictions(by_size):
+    model, small, large = by_size
+    evaluation = evaluate(model, [*small[:20], *large[:20]])["energy"]
+    expected = model.predict([*small[:20], *large[:20]]).novelty
+    np.testing.assert_allclose(evaluation.novelty, expected)

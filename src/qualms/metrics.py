@@ -477,7 +477,8 @@ class BinnedErrors:
     """Actual and predicted errors in bins of σ, from the smallest σ to the largest: (n_bins,).
 
     Root mean variance sqrt(mean σ²) and root mean squared residual, in the units of y, points in
-    each bin, and standard errors of the two, which are infinite for a bin of one point.
+    each bin, and standard errors of the two, which are infinite for a bin of one point. Shares of
+    residuals within 1 σ and 1.96 σ, and the largest σ, or other value that bins are made by.
     """
 
     rmv: Float64Array
@@ -485,6 +486,9 @@ class BinnedErrors:
     counts: IntArray
     rmv_stderr: Float64Array
     rmse_stderr: Float64Array
+    within_68: Float64Array
+    within_95: Float64Array
+    largest: Float64Array
 
 
 @dataclass(frozen=True)
@@ -539,7 +543,12 @@ def calibration_curve(
     return CalibrationCurve(expected, np.asarray(observed, dtype=np.float64), int(covered.size))
 
 
-def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = None) -> BinnedErrors:
+def binned_errors(
+    residuals: ArrayLike,
+    std: ArrayLike,
+    n_bins: int | None = None,
+    by: ArrayLike | None = None,
+) -> BinnedErrors:
     """Return root mean squared residuals and predicted σ in bins of equal count.
 
     Points of equal σ are never separated, because their order would be arbitrary. With many equal
@@ -551,10 +560,13 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
         z = y − ȳ and σ ≥ 0, in the units of y.
     n_bins : int, optional
         At most the number of points. By default 10, or as many as leave ten points in each.
+    by : array of the same shape, optional
+        Bins are of this value, such as the novelty, rather than of σ.
     """
     z = check_points("residuals", residuals)
     sigma = check_std(std, z.shape, allow_zero=True).ravel()
     n = sigma.size
+    values = sigma if by is None else check_points("by", by, z.shape).ravel()
     if n_bins is None:
         n_bins = default_bins(n)
     if not 1 <= n_bins <= n:
@@ -562,9 +574,9 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
             f"`n_bins` is {n_bins!r}; use at least 1 bin and at most one per point, {n}.",
             parameter="n_bins",
         )
-    order = np.argsort(sigma, kind="stable")
-    sigma, z = sigma[order], z.ravel()[order]
-    starts = _bin_starts(sigma, n_bins)
+    order = np.argsort(values, kind="stable")
+    sigma, z, values = sigma[order], z.ravel()[order], values[order]
+    starts = _bin_starts(values, n_bins)
     counts = np.diff(starts, append=n)
 
     def rms_and_stderr(values: Float64Array) -> tuple[Float64Array, Float64Array]:
@@ -580,7 +592,13 @@ def binned_errors(residuals: ArrayLike, std: ArrayLike, n_bins: int | None = Non
 
     rmv, rmv_stderr = rms_and_stderr(sigma)
     rmse, rmse_stderr = rms_and_stderr(z)
-    return BinnedErrors(rmv, rmse, counts, rmv_stderr, rmse_stderr)
+    within_68, within_95 = (
+        np.add.reduceat(np.abs(z) <= factor * sigma, starts, dtype=np.intp) / counts
+        for factor in (1.0, 1.96)
+    )
+    largest = values[starts + counts - 1]
+    bins = rmv, rmse, counts, rmv_stderr, rmse_stderr, within_68, within_95, largest
+    return BinnedErrors(*bins)
 
 
 def conditional_error_density(

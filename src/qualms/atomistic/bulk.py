@@ -23,7 +23,7 @@ from qualms.atomistic.structures import FrameFiles, Part, divided_among, numbere
 from qualms.evaluation import energy_factor, per_atom_units
 from qualms.execution import Workers
 from qualms.io.files import digest_of
-from qualms.io.predictions import EXTRAPOLATES
+from qualms.io.predictions import EXTRAPOLATES, REASON
 from qualms.io.xyz import DOF, LIMITS
 from qualms.prediction import Prediction
 
@@ -134,7 +134,10 @@ def predict_batches(
                 {k: v if k.endswith("_novelty") else v * factor for k, v in values.items()}
                 for values in (arrays, tensors)
             )
-        extra: dict[str, list[Any]] = {EXTRAPOLATES: batch.extrapolates.tolist()}
+        extra: dict[str, list[Any]] = {
+            EXTRAPOLATES: batch.extrapolates.tolist(),
+            REASON: batch.reasons,
+        }
         if units:
             extra[f"{target}_units"] = [units] * len(parts.frames)
         for name, of in quantities.items():

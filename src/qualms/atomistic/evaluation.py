@@ -411,4 +411,6 @@ def _evaluate_quantity(
         n_unlabelled=references.n_unlabelled,
         n_unknown=references.n_unknown,
         extrapolates=prediction.extrapolates[structure[chosen]],
+        novelty=prediction.novelty[structure[chosen]],
+        doubt=model.record.quantities[name].doubt(settings.keys[name]),
     )

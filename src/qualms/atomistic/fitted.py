@@ -28,6 +28,9 @@ from qualms.io.tensors import Document
 from qualms.metrics import gaussian_log_density
 from qualms.prediction import Prediction
 
+#: Share of the variance of labels that must be explained.
+LEAST_EXPLAINED = 0.5
+
 
 def n_leading(r: int) -> int:
     """Return the number of representatives, of r, that novelty is measured with: the first.
@@ -91,6 +94,27 @@ class QuantityRecord(Document):
     rmse: float | None  #: of out-of-bag points, in the units of the quantity (energies per atom)
     mae: float | None
     noise: float  #: standard deviation σ of the noise; that of stresses for virials per atom
+    #: standard deviation of the labels of these points, less the baseline; None in earlier versions
+    spread: float | None = Field(default=None, ge=0)
+
+    @property
+    def explained(self) -> float | None:
+        """Share of the variance of the labels, less the baseline, that is explained out of bag."""
+        if self.rmse is None or not self.spread:
+            return None
+        return 1 - (self.rmse / self.spread) ** 2
+
+    def doubt(self, name: str) -> str:
+        """Return a text if there is no basis for uncertainties elsewhere; or an empty one."""
+        explained = self.explained
+        if explained is None or explained >= LEAST_EXPLAINED:
+            return ""
+        share = f"{explained:.0%} of their variance is" if explained > 0 else "nothing is"
+        return (
+            f"{name}: out-of-bag errors (RMSE {self.rmse:.3g}) are close to the standard deviation "
+            f"of the labels without the baseline ({self.spread:.3g}): {share} explained. Outside "
+            "the training set, uncertainties mean nothing."
+        )
 
 
 class Record(Document):

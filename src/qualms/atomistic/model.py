@@ -556,7 +556,11 @@ def summarize(fitted: Fitted) -> dict[str, str]:
         facts[f"{of}error"] = "not available (no out-of-bag errors)"
         if of_quantity.rmse is not None:
             errors = f"RMSE {of_quantity.rmse:.4g}, MAE {of_quantity.mae:.4g} {units}".rstrip()
-            facts[f"{of}error"] = f"{errors} ({of_quantity.n_out_of_bag} out-of-bag rows)"
+            explained = ""
+            if of_quantity.explained is not None:
+                explained = f"; {100 * of_quantity.explained:.3g} % of the variance explained"
+            counted_rows = f"{of_quantity.n_out_of_bag} out-of-bag rows"
+            facts[f"{of}error"] = f"{errors} ({counted_rows}{explained})"
         facts[f"{of}calibration"] = "as the energy"
         if (calibration := fitted.calibration_of(name)) is not None:
             structures = counted(of_quantity.n_out_of_bag_structures, "structure")

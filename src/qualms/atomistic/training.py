@@ -842,6 +842,28 @@ def _components(of: OutOfBagRows, n_components: int) -> CalibrationData:
     )
 
 
+def _spread(of: OutOfBagRows, y: Float64Array) -> float:
+    """Return the standard deviation of the labels of out-of-bag points, less the baseline.
+
+    Components have a mean each.
+
+    Parameters
+    ----------
+    of : OutOfBagRows
+    y : (N,) array
+        Labels of all kept rows, less the baseline.
+    """
+    quantity, used = of.quantity, of.used
+    values, kinds = y[quantity.rows] * quantity.factor, np.zeros(len(used), dtype=np.intp)
+    if quantity.component is not None:
+        used, kinds = used & asymmetric(of), quantity.component
+    if not used.any():
+        return 0.0
+    values, kinds = values[used], np.unique(kinds[used], return_inverse=True)[1]
+    means = np.bincount(kinds, values) / np.bincount(kinds)
+    return float(np.sqrt(np.mean((values - means[kinds]) ** 2)))
+
+
 def asymmetric(of: OutOfBagRows) -> BoolArray:
     """Return which components (n,) are not zero by symmetry; all, if all seem to be."""
     if of.members.shape[1] or of.full is None:
@@ -1057,6 +1079,7 @@ def calibrate(
             out_of_bag, settings, centre, sample.source, is_constant=np.ptp(problem.data.y) == 0
         )
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
+        spreads = {name: _spread(of, rows.kept.y[:, 0]) for name, of in out_of_bag.items()}
         training_novelty, std_limit = find_limits(points.get(TARGET), rows, settings)
     settings = settings.model_copy(update={"calibration": method})
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
@@ -1086,7 +1109,7 @@ def calibrate(
         pp_variance=_projected_variance(ensemble, settings),
         training_novelty=training_novelty,
         largest_ensemble_std=largest_std(points.get(TARGET), settings),
-        record=_record(problem, ensemble, points, centre, size_curve, stages),
+        record=_record(problem, ensemble, points, spreads, centre, size_curve, stages),
         provenance=Provenance(
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             python=platform.python_version(),
@@ -1122,6 +1145,7 @@ def _record(
     problem: TrainingProblem,
     ensemble: TrainedEnsemble,
     points: Mapping[str, CalibrationData],
+    spreads: Mapping[str, float],
     centre: float,
     size_curve: Mapping[int, float],
     stages: Stages,
@@ -1139,7 +1163,10 @@ def _record(
             rmse=None if z is None else float(np.sqrt(np.mean(z**2))),
             mae=None if z is None else float(np.mean(np.abs(z))),
             noise=float(np.sqrt(ensemble.full.noise[name])),
+            spread=None if z is None else spreads[name],
         )
+        if doubt := quantities[name].doubt(name):
+            warn(doubt)
     states = census.states
     return Record(
         n_structures=len(problem.data.source),

@@ -62,8 +62,8 @@ OPTIONS = {"in_units": InUnits, "per": Per, **_OF_MODELS, **_OF_PREDICTIONS}
 @with_options(OPTIONS)
 def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **options: Any) -> None:
     """Run ``qualms evaluate``."""
-    from qualms.report.assessment import assess
-    from qualms.report.tables import score_records, score_table
+    from qualms.report.assessment import assess, with_uncertainty
+    from qualms.report.tables import novelty_records, novelty_table, score_records, score_table
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     evaluated = evaluate_files(files, terminal, **options)
@@ -78,6 +78,9 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
         assessment = assess(evaluation)
         parts.append(score_table(evaluation.scores, units=evaluation.units, title=title))
         parts.append(f"{target}: {assessment.sentence}")
+        usable, _ = with_uncertainty(evaluation)
+        by_novelty = novelty_table(usable, title=f"{target} by novelty")
+        parts += [by_novelty] if by_novelty else []
         documents[name] = {
             "key": target,
             "units": evaluation.units,
@@ -88,6 +91,7 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
             "n_extrapolating": evaluation.n_extrapolating,
             "assessment": assessment.document(),
             "scores": score_records(evaluation.scores),
+            "by_novelty": novelty_records(usable),
         }
     main: dict[str, Any] = documents.pop(next(iter(documents)))
     main["target"] = main.pop("key")
@@ -104,7 +108,8 @@ def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) 
         for name, key in model.settings.keys.items()
         if name not in evaluations
     ]
-    return [*next(iter(evaluations.values())).remarks(), *missing]
+    doubts = [evaluation.doubt for evaluation in evaluations.values() if evaluation.doubt]
+    return [*next(iter(evaluations.values())).remarks(), *doubts, *missing]
 
 
 class Evaluated(NamedTuple):

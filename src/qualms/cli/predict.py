@@ -125,8 +125,8 @@ def predict(
     for name, text in {
         "unknown_species": "have elements that are ignored.",
         "without_volume": "have no cell with a volume, and no stress.",
-        "extrapolating": "are out of distribution (qualms_extrapolates): their uncertainties are "
-        "less reliable.",
+        "extrapolating": "are out of distribution (qualms_extrapolates, with the reason): their "
+        "uncertainties are less reliable.",
     }.items():
         if n[name]:
             warn(f"{n[name]} of {n['structures']} structures {text}")

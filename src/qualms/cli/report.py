@@ -34,7 +34,7 @@ def report(
     from qualms.atomistic.structures import file_of
     from qualms.io.files import check_not_input
     from qualms.report.report import check_report, write_report
-    from qualms.report.tables import interval_records, interval_table
+    from qualms.report.tables import interval_records, interval_table, novelty_records
 
     terminal = Terminal(quiet=quiet, as_json=as_json)
     for path in check_report(output, force=force):
@@ -67,11 +67,13 @@ def report(
         scores, units = assessment.scores, section.evaluation.units
         parts += [f"{target}: {assessment.sentence}", *assessment.details]
         parts.append(interval_table(scores, units=units, title=target))
+        parts += [section.by_novelty] if section.by_novelty else []
         documents[name] = {
             "units": units,
             "n_points": len(section.evaluation),
             "assessment": assessment.document(),
             "scores": interval_records(scores),
+            "by_novelty": novelty_records(section.evaluation),
         }
     paths = [str(path) for path in written.paths]
     terminal.result(

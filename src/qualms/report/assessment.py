@@ -130,6 +130,7 @@ def assess(evaluation: Evaluation, *, n_bootstrap: int = 200, seed: int = 0) -> 
         before = f"Before calibration, {percent} were within one σ."
     details = (
         *warnings,
+        evaluation.doubt,
         before,
         _tails(final),
         _conformal(prediction.factor_95, final),

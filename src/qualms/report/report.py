@@ -25,7 +25,7 @@ from qualms.report.structure_map import (
     load_viewer,
     make_map,
 )
-from qualms.report.tables import Table, interval_table, score_table, write_number
+from qualms.report.tables import Table, interval_table, novelty_table, score_table, write_number
 
 #: Scripts, styles and images of the page itself, and nothing from elsewhere. The viewer compiles
 #: some of its drawing functions at run time, which needs eval.
@@ -88,6 +88,11 @@ class Section:
         """Scores of other estimators of the same values."""
         e = self.evaluation
         return score_table(e.scores, units=e.units) if len(e.scores) > 1 else None
+
+    @cached_property
+    def by_novelty(self) -> Table | None:
+        """Coverage and errors in bins of the novelty of structures, if it is known."""
+        return novelty_table(self.evaluation)
 
     @cached_property
     def worst(self) -> dict[str, Table]:

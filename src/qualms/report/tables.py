@@ -7,14 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 from scipy.special import ndtri
 
 from qualms.calibration.choice import Comparison
 from qualms.calibration.groups import GroupedCalibration
+from qualms.evaluation import Evaluation
 from qualms.metrics import (
     AREA_BY_CHANCE,
+    BinnedErrors,
     ScoreIntervals,
     Scores,
+    binned_errors,
     covering_levels,
     default_bins,
 )
@@ -205,6 +209,61 @@ def interval_records(columns: Mapping[str, ScoreIntervals]) -> list[Record]:
             finite = {key: _finite(value) for key, value in numbers.items()}
             records.append({"column": column, "score": name, **finite, "level": scores.level})
     return records
+
+
+#: Bins of novelty, of so many structures at least.
+_NOVELTY_BINS, _PER_BIN = 5, 10
+
+
+def novelty_bins(evaluation: Evaluation) -> BinnedErrors | None:
+    """Return errors in bins of the novelty of structures; None if it is not known."""
+    if evaluation.novelty is None or not len(evaluation):
+        return None
+    n_bins = int(np.clip(evaluation.n_structures // _PER_BIN, 1, _NOVELTY_BINS))
+    z, std = evaluation.residuals, evaluation.prediction.std
+    return binned_errors(z, std, min(n_bins, len(z)), evaluation.novelty)
+
+
+def novelty_table(evaluation: Evaluation, *, title: str = "") -> Table | None:
+    """Show coverage and RMSE/σ in bins of the novelty of structures; None if it is not known.
+
+    Parameters
+    ----------
+    evaluation : Evaluation
+        Of points with σ > 0.
+    title : str
+    """
+    bins = novelty_bins(evaluation)
+    if bins is None:
+        return None
+    rows, columns = [], ("points", "within σ", "within 1.96 σ", "RMSE/σ")
+    for k, largest in enumerate(bins.largest):
+        ratio, error = (x[k] / bins.rmv[k] for x in (bins.rmse, bins.rmse_stderr))
+        within = (f"{100 * share[k]:.0f} %" for share in (bins.within_68, bins.within_95))
+        cells = [str(bins.counts[k]), *within, f"{ratio:.2f} ± {error:.1g}"]
+        rows.append([f"up to {write_number(largest)}", *cells])
+    note = (
+        "Novelty: the largest of the environments of a structure, in units of the limit beyond "
+        "which it is an extrapolation. Calibrated: 68 %, 95 %, 1."
+    )
+    return Table(["novelty", *columns], rows, title, note)
+
+
+def novelty_records(evaluation: Evaluation) -> list[Record]:
+    """Return the numbers of `novelty_table` as JSON records; none if novelty is not known."""
+    bins = novelty_bins(evaluation)
+    if bins is None:
+        return []
+    return [
+        {
+            "novelty": float(bins.largest[k]),
+            "n_points": int(bins.counts[k]),
+            "coverage_68": float(bins.within_68[k]),
+            "coverage_95": float(bins.within_95[k]),
+            "rmse_over_sigma": _finite(float(bins.rmse[k] / bins.rmv[k])),
+        }
+        for k in range(len(bins.counts))
+    ]
 
 
 def comparison_table(comparison: Comparison) -> Table:
