@@ -508,6 +508,7 @@ def bench(model_file, tmp_path_factory):
 def steps_of_ipi(folder, name, forcefield, n_steps, n_beads=1, **others):
     """Run a simulation; yield i-PI's system before the first step and after each."""
     from ipi.engine.simulation import Simulation
+    from ipi.utils.softexit import softexit
 
     forcefield = forcefield.format(folder=folder, **others)
     given = {"folder": folder, "name": name, "n_beads": n_beads, "forcefield": forcefield}
@@ -518,8 +519,8 @@ def steps_of_ipi(folder, name, forcefield, n_steps, n_beads=1, **others):
         simulation.step, simulation.tsteps = step, step + 1
         simulation.run(write_outputs=False)
         yield system
-    for field in simulation.fflist.values():
-        field.stop()
+    simulation.stop()
+    softexit.reset()  # it would write files at the end of the process
 
 
 def simulate(*arguments, **options):
