@@ -12,7 +12,7 @@ from checks import metadata_of
 from pydantic import BaseModel, ConfigDict
 
 from qualms import AtomisticModel
-from qualms.atomistic.model_file import FORMAT, PROTOCOL
+from qualms.atomistic.model_file import FORMAT, PROTOCOL, write_model
 from qualms.data import qm9
 from qualms.errors import CalibrationError
 from qualms.io.tensors import StorageError, read_tensors, write_tensors
@@ -301,6 +301,17 @@ def test_stored_models_are_read_and_predict_the_same(version):
     np.testing.assert_allclose(new.forces.std, expected["forces"]["std"], rtol=1e-4, atol=1e-9)
     np.testing.assert_allclose(new.stress.std, expected["forces"]["stress"], rtol=1e-4, atol=1e-9)
     assert energies.fitted.with_calibration("student").calibration.method == "student"
+
+
+def test_models_keep_the_number_of_posterior_members(molecules, tmp_path):
+    """Files of earlier versions do not name it, where it was the default of that time."""
+    model = make_model(n_representatives=30, n_posterior=16).fit(molecules[:30])
+    unnamed = model.fitted.settings.model_copy(update={"n_posterior": None})
+    path = tmp_path / "model.safetensors"
+    write_model(path, replace(model.fitted, settings=unnamed), force=False)
+    loaded = AtomisticModel.load(path, threads=1)
+    same_predictions(model, loaded, molecules[120:130])
+    assert loaded.settings.n_posterior == 16
 
 
 def test_other_calibrations_need_points(molecules):

@@ -842,12 +842,15 @@ def _choose_sources(
 ) -> tuple[str, ...]:
     """Return the sources that describe the points, and of these the ones of most p.
 
-    Akaike's criterion is 2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of their
-    weights w. Sets of sources whose criterion exceeds the smallest by no more than `_AS_GOOD` are
-    equally good for points like these. Elsewhere p, which grows with the distance from the training
-    set, is better. `columns` are multiplied by the squares of the coefficients; `offset` is added.
+    Akaike's criterion is 2k − 2 ln L + 2k(k + 1)/(n − k − 1) of n points, (Σw)²/Σw² of weights w:
+    those of groups, or of atoms and components, whose errors are less correlated. Sets of sources
+    whose criterion exceeds the smallest by no more than `_AS_GOOD` are equally good for points like
+    these. Elsewhere p, which grows with the distance from the training set, is better. `columns`
+    are multiplied by the squares of the coefficients; `offset` is added.
     """
     z, weights, n = data.residuals, data.weights, n_effective(data.weights)
+    if data.element is None and data.component_std is None:
+        n = data.n_independent  # copies, and others of a group, count as one
     some = slice(None, None, -(-len(z) // _N_SOURCES))
 
     def assess(names: tuple[str, ...]) -> tuple[float, float]:
