@@ -3,6 +3,7 @@
 python -m benchmarks             # all but the slow ones, which train many or large models
 python -m benchmarks selection   # some; the sections of the others are kept
 python -m benchmarks paper qm9   # the slow ones
+python -m benchmarks forces --labels 20 50   # options are those of this benchmark: see bench_curves
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ BENCHMARKS = {
     "atomistic": ("bench_atomistic", "run"),
     "gap": ("bench_gap", "run"),
     "force_costs": ("bench_force_costs", "run"),
-    "forces": ("bench_forces", "run"),
+    "forces": ("bench_curves", "run"),
+    "force_models": ("bench_forces", "run"),
     "attribution": ("bench_attribution", "run"),
     "presets": ("bench_presets", "run"),
     "siblings": ("bench_presets", "run_siblings"),
@@ -49,6 +51,7 @@ BENCHMARKS = {
 SLOW = (
     "force_costs",
     "forces",
+    "force_models",
     "attribution",
     "presets",
     "siblings",
@@ -136,7 +139,10 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark to run")
-    names = parser.parse_args().names or [name for name in BENCHMARKS if name not in SLOW]
+    given, options = parser.parse_known_args()
+    names = given.names or [name for name in BENCHMARKS if name not in SLOW]
+    if options and names != ["forces"]:
+        parser.error(f"{' '.join(options)}: only `forces` alone has options")
     if unknown := set(names) - set(BENCHMARKS):
         parser.error(f"unknown {', '.join(unknown)}: choose from {', '.join(BENCHMARKS)}")
     results = sections()
@@ -144,7 +150,7 @@ def main() -> None:
         print(f"{name} …", flush=True)
         start = time.perf_counter()
         module, function = BENCHMARKS[name]
-        tables = getattr(import_module(f"benchmarks.{module}"), function)()
+        tables = getattr(import_module(f"benchmarks.{module}"), function)(*options)
         if not tables:  # skipped: what was measured before stays
             continue
         results[name] = render(name, tables, time.perf_counter() - start)

@@ -115,13 +115,24 @@ class Predicted:
     forces_std: Any = None
 
 
+def on_cores(n: int) -> dict[str, str]:
+    """Return the environment of a command on so many cores."""
+    return ENVIRONMENT | {name: str(n) for name in ENVIRONMENT if name.endswith("NUM_THREADS")}
+
+
 def write(path: Path, frames: Sequence[Atoms]) -> None:
     """Write structures with their labels."""
     ase.io.write(path, list(frames), format="extxyz")
 
 
 def run_qualms(
-    folder: Path, problem: Problem, n_train: int, *, forces: bool = True, **settings: Any
+    folder: Path,
+    problem: Problem,
+    n_train: int,
+    *,
+    forces: bool = True,
+    threads: int = N_THREADS,
+    **settings: Any,
 ) -> tuple[Measured, dict[str, Predicted]]:
     """Train on the first structures, with or without forces, and predict all test sets."""
     command = Path(sys.executable).with_name("qualms")
@@ -133,15 +144,15 @@ def run_qualms(
         settings.setdefault("baseline", problem.atoms)
     config.write_text(yaml.safe_dump(settings))
     write(folder / "train.xyz", problem.train[:n_train])
-    common = ["--threads", str(N_THREADS), "--quiet", "--force"]
+    common, environment = ["--threads", str(threads), "--quiet", "--force"], on_cores(threads)
     train = [command, "train", folder / "train.xyz", "--config", config]
-    trained = measure([*train, "--memory", MEMORY, "-o", model, *common], env=ENVIRONMENT)
+    trained = measure([*train, "--memory", MEMORY, "-o", model, *common], env=environment)
     found = {}
     for name, frames in problem.tests.items():
         write(folder / "test.xyz", frames)
         output = folder / "out.npz"
         predict = [command, "predict", model, folder / "test.xyz", "-o", output]
-        measure([*predict, *(["--forces"] if forces else []), *common], env=ENVIRONMENT)
+        measure([*predict, *(["--forces"] if forces else []), *common], env=environment)
         target = settings["target"]
         with np.load(output) as arrays:
             keys = (target, "forces", f"{target}_uncertainty", "forces_uncertainty")
@@ -252,18 +263,19 @@ def gap_command(executable: Path, folder: Path, problem: Problem, n: int, M: int
 
 
 def run_gap(
-    executable: Path, folder: Path, problem: Problem, n: int, M: int
+    executable: Path, folder: Path, problem: Problem, n: int, M: int, *, threads: int = N_THREADS
 ) -> tuple[Measured, dict[str, Predicted]]:
     """Train a GAP and predict all test sets."""
     write(folder / "train.xyz", problem.train[:n])
-    trained = measure(gap_command(executable, folder, problem, n, M), env=ENVIRONMENT)
+    environment = on_cores(threads)
+    trained = measure(gap_command(executable, folder, problem, n, M), env=environment)
     found = {}
     for name, frames in problem.tests.items():
         write(folder / "test.xyz", frames)
         evaluate = [executable.with_name("quip"), "E=T", "F=T"]
         evaluate += [f"atoms_filename={folder / 'test.xyz'}"]
         evaluate += [f"param_filename={folder / 'gap.xml'}"]
-        printed = measure(evaluate, env=ENVIRONMENT).output
+        printed = measure(evaluate, env=environment).output
         found[name] = read_quip(printed)
     return trained, found
 

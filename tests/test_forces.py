@@ -18,6 +18,7 @@ from atomistic_fixtures import (
     make_model,
     membership,
     problem_of,
+    set_constant,
 )
 from checks import rejects
 from hypothesis import given, settings
@@ -28,9 +29,11 @@ from threadpoolctl import threadpool_limits
 from qualms import AtomisticModel, Prediction, QualmsWarning, score
 from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.forces import (
+    Products,
     derivatives,
     fill_rows,
     kernel_terms,
+    leading_products,
     make_potential,
     packed_labels,
 )
@@ -404,8 +407,14 @@ def test_kernels_with_labels_are_the_derivatives_of_kernels(name):
         term.share**0.5 * pack(np.einsum("mi,mj->mij", *2 * [term.representatives]))
         for term in terms
     ]
-    rows = packed_labels(terms, atoms, known) @ np.concatenate(squares, axis=1).T
+    rows = (
+        packed_labels(terms, all_products(terms), atoms, known) @ np.concatenate(squares, axis=1).T
+    )
     np.testing.assert_allclose(rows, np.concatenate([energies, others]), atol=1e-11)
+
+
+def all_products(terms):
+    return [Products.all(term.representatives.shape[1]) for term in terms]
 
 
 def labels_of(frames):
@@ -433,7 +442,9 @@ class ExactProcess:
     @staticmethod
     def rows(fitted, frames):
         terms = kernel_terms(fitted.representation, fitted.representatives)
-        rows = [packed_labels(terms, atoms, np.ones(18, dtype=bool)) for atoms in frames]
+        products = all_products(terms)
+        known = np.ones(18, dtype=bool)
+        rows = [packed_labels(terms, products, atoms, known) for atoms in frames]
         V = np.concatenate([[r[0] for r in rows], *(r[1:] for r in rows)])
         return fitted.kernel_scale**0.5 * V
 
@@ -445,6 +456,41 @@ class ExactProcess:
         return gain @ self.y[used], self.prior * np.sum(V**2, axis=1) - np.sum(gain * k, axis=1)
 
 
+@pytest.mark.parametrize("name", SQUARES)
+def test_leading_products_carry_nearly_all_of_the_kernel_of_labels(name):
+    given = {"n_representatives": 5, "calibration": "student", "basis": "environments"}
+    fitted = make_force_model(representation=ROWS[name], **given).fit(alloys()[:12]).fitted
+    terms = kernel_terms(fitted.representation, fitted.representatives)
+    known, everything = np.ones(18, dtype=bool), all_products(terms)
+    samples = [alloys()[20], alloys()[21]]
+    products = [
+        leading_products([packed_labels([t], [all_], a, known) for a in samples], 1e-4)
+        for t, all_ in zip(terms, everything, strict=True)
+    ]
+    assert sum(map(len, products)) < sum(map(len, everything))
+    for atoms in samples:
+        rows = packed_labels(terms, everything, atoms, known)
+        leading = packed_labels(terms, products, atoms, known)
+        lengths = np.sum(rows**2, axis=1)
+        lost = 1 - np.sum(leading**2, axis=1) / lengths
+        assert lost.min() > -1e-9
+        assert lost.max() < 1.01e-4
+        # As matrices of the features, they are those of all products but for what is lost.
+        edges = [np.cumsum([len(some) for some in each])[:-1] for each in (products, everything)]
+        for some, of_some, of_all in zip(
+            products, np.split(leading, edges[0], 1), np.split(rows, edges[1], 1), strict=True
+        ):
+            difference = np.sum((pack(some.unpack(of_some)) - of_all) ** 2, axis=1)
+            assert np.all(difference <= 1.01e-4 * lengths)
+    whole = [
+        leading_products([packed_labels([t], [a], samples[0], known)], 0.0)
+        for t, a in zip(terms, everything, strict=True)
+    ]
+    rows = packed_labels(terms, everything, alloys()[22], known)
+    turned = packed_labels(terms, whole, alloys()[22], known)
+    np.testing.assert_allclose(turned @ turned.T, rows @ rows.T, rtol=1e-8, atol=1e-10)
+
+
 @cache
 def exact():
     """A model of all labels of some alloys, without baseline, and the exact process."""
@@ -452,7 +498,9 @@ def exact():
     given = {"forces": "force", "stress": "virtual", "baseline": "none", "basis": "labels"}
     given |= {"representation": METAL, "uncertainty": "posterior", "calibration": "linear"}
     frames = alloys()[:N_EXACT]
-    model = make_model("energy", n_representatives=10_000, **given, **noise).fit(frames)
+    with pytest.MonkeyPatch.context() as patch:
+        set_constant(patch, "_NEGLIGIBLE", 0.0)
+        model = make_model("energy", n_representatives=10_000, **given, **noise).fit(frames)
     return model, ExactProcess(model.fitted, frames, [*noise.values()])
 
 
@@ -558,6 +606,24 @@ def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():
         predicted = model.predict(new, forces=True, stress=True)
         for values in (predicted.members, predicted.forces.members, predicted.stress.members):
             assert np.all(np.isfinite(values))
+
+
+@pytest.mark.parametrize("basis", ["labels", "environments"])
+def test_a_single_labelled_structure_is_rejected(basis):
+    with rejects("frames"):
+        make_force_model(basis=basis).fit(alloys()[:1])
+
+
+def test_labels_of_an_element_that_one_structure_has():
+    rare = bulk("Cu", cubic=True)
+    rare.symbols[0] = "Ag"
+    rare.rattle(0.05, seed=1)
+    frames = [*alloys()[:25], labelled_by_emt(rare)]
+    model = make_force_model(n_members=16, basis="labels").fit(frames)
+    rare.rattle(0.02, seed=2)
+    predicted = model.predict([rare, *alloys()[26:28]], forces=True)
+    assert np.all(np.isfinite(predicted.members))
+    assert np.all(predicted.forces.std[0] > 0)
 
 
 # --- parts of large structures ---

@@ -21,7 +21,14 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, whole_blocks
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
-from qualms.atomistic.forces import fill_rows, kernel_terms, packed_labels
+from qualms.atomistic.forces import (
+    KernelTerm,
+    Products,
+    fill_rows,
+    kernel_terms,
+    leading_products,
+    packed_labels,
+)
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
@@ -35,7 +42,7 @@ from qualms.features.base import (
 )
 from qualms.features.compression import sample_size
 from qualms.gp.ensemble import N_KEPT, keep_groups
-from qualms.gp.kernels import Kernel, unit_scale
+from qualms.gp.kernels import Kernel, pack, unit_scale
 from qualms.gp.representatives import LANDMARKS, select_representatives
 from qualms.gp.sparse_gp import Whitening, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
@@ -55,6 +62,8 @@ SMALLEST = 250
 #: Environments that novelty is measured with, if labels span the model; functions of labels that a
 #: task combines; share of the prior variance at which a function is a combination of others.
 _N_NOVELTY, _COMBINED, _RTOL = 1000, 500, 1e-12
+#: Share of a label that may lack, in products of features, and labels that this is determined on.
+_NEGLIGIBLE, LABEL_SAMPLE = 3e-6, 500
 
 
 @dataclass(frozen=True)
@@ -355,17 +364,26 @@ class LabelFunctions:
 
     groups: IntArray  #: (M,): group of the structure
     packed: Float64Array  #: (M, p)
+    products: Sequence[Products]  #: of each term of the kernel; p of them
+    #: packed labels of structures by their number in the input, if they are kept
+    labels: dict[int, Float64Array]
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def take(self, some: IntArray) -> LabelFunctions:
         """Return the functions with these indices."""
-        return LabelFunctions(self.groups[some], self.packed[some])
+        return replace(self, groups=self.groups[some], packed=self.packed[some])
 
     def kernel(self, rows: Float64Array) -> Float64Array:
         """Return the kernel of labels (n, p) with the functions: (n, M)."""
         return np.asarray(rows @ self.packed.T)
+
+    def form(self, weights: Float64Array) -> Float64Array:
+        """Return energies with weights (M, R) as packed matrices of the features: (p′, R)."""
+        edges = np.cumsum([len(some) for some in self.products])[:-1]
+        parts = zip(self.products, np.split(self.packed.T @ weights, edges), strict=True)
+        return np.concatenate([pack(some.unpack(part.T)).T for some, part in parts])
 
 
 def combine_labels(
@@ -390,39 +408,77 @@ def combine_labels(
     chosen = np.flatnonzero(counts)
     pieces = np.array_split(chosen, -(-int(counts.sum()) // _COMBINED))
     parts = [(data.take(some), counts[some]) for some in pieces if len(some)]
-    packed = []
+    packed: list[Float64Array] = []
+    labels: dict[int, Float64Array] = {}
     with stages.stage("Labels as basis", len(chosen)) as advance:
+        products = _products(data, _label_terms(representation), problem.settings.seed)
         results = workers.map(
-            _combine_part, parts, workers.share(representation), problem.settings.seed
+            _combine_part,
+            parts,
+            workers.share(representation),
+            products,
+            problem.settings.seed,
+            problem.cached,
         )
         done = 0
-        for (part, _), of_part in zip(parts, results, strict=True):
+        for (part, _), (of_part, labels_of_part) in zip(parts, results, strict=True):
             packed.append(of_part)
+            labels |= zip(part.source.tolist(), labels_of_part, strict=False)
             advance(done := done + len(part.source))
     functions = LabelFunctions(
-        np.repeat(data.groups[chosen], counts[chosen]), np.concatenate(packed)
+        np.repeat(data.groups[chosen], counts[chosen]), np.concatenate(packed), products, labels
     )
     with stages.stage("Whitening"):
         whitening = whiten(functions.kernel(functions.packed), rtol=_RTOL)
     return functions.take(whitening.pivots), whitening
 
 
+def _label_terms(representation: Representation) -> list[KernelTerm]:
+    """Return the terms of a kernel without representatives."""
+    return kernel_terms(representation, np.empty((0, representation.n_features)))
+
+
+def _products(data: TrainingSet, terms: Sequence[KernelTerm], seed: int) -> list[Products]:
+    """Return the products of features of each term that the labels of some structures need."""
+    assert data.derivatives is not None
+    rng = np.random.default_rng([seed, _SAMPLE_STREAM])
+    order = random_sample(data, rng)
+    n = int(np.searchsorted(np.cumsum(data.rows_of_structures[order]), LABEL_SAMPLE)) + 1
+    chosen = []
+    for term in terms:
+        everything = [Products.all(term.representatives.shape[1])]
+        labels = [
+            packed_labels([term], everything, data.frames[s], data.derivatives.known[s])
+            for s in order[:n].tolist()
+        ]
+        chosen.append(leading_products(labels, _NEGLIGIBLE))
+    return chosen
+
+
 def _combine_part(
-    part: tuple[TrainingSet, IntArray], representation: Representation, seed: int
-) -> Float64Array:
-    """Return so many functions (n,) of the labels of each structure of a part."""
+    part: tuple[TrainingSet, IntArray],
+    representation: Representation,
+    products: Sequence[Products],
+    seed: int,
+    cached: bool,
+) -> tuple[Float64Array, list[Float64Array]]:
+    """Return so many functions (n,) of the labels of each structure of a part, and the labels.
+
+    The latter if they are to be cached.
+    """
     data, counts = part
     assert data.derivatives is not None
-    terms = kernel_terms(representation, np.empty((0, representation.n_features)))
-    functions = []
+    terms, functions, labels = _label_terms(representation), [], []
     for s, (atoms, n) in enumerate(zip(data.frames, counts.tolist(), strict=True)):
-        rows = packed_labels(terms, atoms, data.derivatives.known[s])
+        rows = packed_labels(terms, products, atoms, data.derivatives.known[s])
+        if cached:
+            labels.append(rows)
         if n < len(rows):
             rng = np.random.default_rng([seed, _LABEL_STREAM, int(data.source[s])])
             Q = np.linalg.qr(rng.standard_normal((len(rows) - 1, n - 1)))[0]
             rows = np.concatenate([rows[:1], Q.T @ rows[1:]])
         functions.append(rows)
-    return np.concatenate(functions)
+    return np.concatenate(functions), labels
 
 
 # --- sums over kernel rows, and rows that are kept ------------------------------------------------
@@ -616,10 +672,13 @@ def _fill_label_rows(
 ) -> None:
     """Fill in the kernel (N, M) of all labels with functions of labels."""
     assert data.derivatives is not None
-    terms = kernel_terms(representation, np.empty((0, representation.n_features)))
+    terms, products = _label_terms(representation), functions.products
     n, labels = len(data.y), data.derivatives
-    for s, atoms in enumerate(data.frames):
-        rows = functions.kernel(packed_labels(terms, atoms, labels.known[s]))
+    for s, (atoms, number) in enumerate(zip(data.frames, data.source.tolist(), strict=True)):
+        packed = functions.labels.pop(number, None)  # and their memory is free
+        if packed is None:
+            packed = packed_labels(terms, products, atoms, labels.known[s])
+        rows = functions.kernel(packed)
         K[s], K[n + labels.offsets[s] : n + labels.offsets[s + 1]] = rows[0], rows[1:]
 
 

@@ -57,6 +57,7 @@ from qualms.atomistic.label_checks import (
 )
 from qualms.atomistic.passes import (
     CHUNK,
+    LABEL_SAMPLE,
     SMALLEST,
     Environments,
     LabelFunctions,
@@ -121,9 +122,10 @@ _POSTERIOR_STREAM, _BLOCK_STREAM, _LIMIT_STREAM = 4, 7, 10
 #: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
 #: and 3000 differ by 0.5 %.
 _MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
-#: Labels all of which are the basis, if labels are; products of two features, two scales of 192,
-#: with which labels are it by default: more take much memory and time, and hardly lower errors.
-_FEW_LABELS, _MOST_PRODUCTS = 1000, 75_000
+#: Labels all of which are the basis, if labels are, and number of functions from which on these are
+#: a third of the labels rather than half; products of two features, two scales of 192, with which
+#: labels are it by default: more take much memory and time, and hardly lower errors.
+_FEW_LABELS, _HALF_OF_LABELS, _MOST_PRODUCTS = 1000, 2000, 75_000
 #: Twice the representatives must lower errors by this share at least, for each effort: predictions
 #: take twice the time, and the ratio of two errors of some thousand rows is uncertain by a few per
 #: cent.
@@ -299,7 +301,9 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     limits = {"effort": _MOST[settings.effort]}
     if settings.basis == "labels":
         # With half of the labels of azobenzene errors are 3 % larger than with all.
-        limits["the number of labels"] = max(data.n_rows // 2, min(data.n_rows, _FEW_LABELS))
+        n = data.n_rows
+        some = min(n // 2, max(n // 3, _HALF_OF_LABELS))
+        limits["the number of labels"] = max(some, min(n, _FEW_LABELS))
     else:
         limits["the number of environments"] = data.n_environments
         limits["the number of labels"] = max(PER_LABEL * data.n_rows, SMALLEST)
@@ -448,8 +452,11 @@ def memory_needed(
     base += (400.0 + 16.0 * len(data.species) + 24.0 * settings.n_members) * len(data.source)
     base += 4e3 * len(data.source) if isinstance(data.frames, list) else 0.0
     if settings.basis == "labels":
-        # Functions, once more while they are joined, and all labels of the largest structure.
-        base += 4.0 * d * (d + 1) * (2.2 * M + 3.0 * float(data.rows_of_structures.max()))
+        # Functions, once more while they are joined, all labels of the largest structure, and those
+        # of a sample.
+        largest = float(data.rows_of_structures.max())
+        base += 4.0 * d * (d + 1) * (2.2 * M + 3.0 * largest + 8.0 * (LABEL_SAMPLE + largest))
+        base += 4.0 * d * (d + 1) * data.n_rows if cached else 0.0
     picking = size * M * d + 100e6
     if settings.selection == "cur":
         landmarks = min(LANDMARKS * M, n)
@@ -1089,7 +1096,7 @@ def calibrate(
     )[:, 0]
     weights = whitening.kernel_weights(np.column_stack([columns, ensemble.full.weights[:, 0]]))
     if isinstance(functions, LabelFunctions):
-        weights = functions.packed.T @ weights
+        weights = functions.form(weights)
     packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
