@@ -489,7 +489,8 @@ def leading_products(labels: Sequence[Float64Array], share: float) -> Products:
     lacking = np.max([turned[:, order[::-1]].cumsum(axis=1).max(axis=0) for turned in squares], 0)
     n = max(len(order) - int(np.searchsorted(lacking, share)), 1)
     chosen = np.sort(order[:n])
-    return replace(everything, pairs=tuple(numbers[chosen] for numbers in everything.pairs))
+    first, second = everything.pairs
+    return replace(everything, pairs=(first[chosen], second[chosen]))
 
 
 def packed_labels(

@@ -360,9 +360,7 @@ def select_joint_noise(
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     r = kept.Phi.shape[1]
     terms, limit, energy = terms_of(r // 2 if r >= _HALVED else r), np.inf, None
-    steps = (1.0, 0.5, 0.25)
-    if r >= _HALVED:
-        steps = (1.0, 0.5)
+    steps = (1.0, 0.5) if r >= _HALVED else (1.0, 0.5, 0.25)
     decades = search(terms, starts, limit, steps)
     if fixed_decades[0] is None:
         alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in range(-2, 3)}
