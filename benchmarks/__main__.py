@@ -27,6 +27,7 @@ BENCHMARKS = {
     "atomistic": ("bench_atomistic", "run"),
     "gap": ("bench_gap", "run"),
     "force_costs": ("bench_force_costs", "run"),
+    "step": ("bench_step", "run"),
     "forces": ("bench_curves", "run"),
     "force_models": ("bench_forces", "run"),
     "attribution": ("bench_attribution", "run"),
@@ -50,6 +51,7 @@ BENCHMARKS = {
 }
 SLOW = (
     "force_costs",
+    "step",
     "forces",
     "force_models",
     "attribution",
@@ -96,7 +98,7 @@ def machine() -> str:
     versions = {d.name: d.version for d in distributions()}
     packages = ", ".join(
         f"{p} {versions[p]}"
-        for p in ("numpy", "scipy", "scikit-learn", "skmatter", "dscribe", "featomic")
+        for p in ("numpy", "scipy", "scikit-learn", "skmatter", "dscribe", "featomic", "numba")
         if p in versions
     )
     return (

@@ -139,9 +139,14 @@ class KernelTerm:
             kernel = self.kernel(x, self.representatives)
             return sums_of_runs(kernel, owners) @ self.weights
         first = np.flatnonzero(np.diff(owners, prepend=-1))
-        squares = [part.T @ part for part in np.split(x, first[1:])]
-        flat = np.reshape(squares, (len(first), -1))
-        return np.asarray(flat @ self.forms.reshape(len(self.forms), -1).T)
+        squares = np.stack([part.T @ part for part in np.split(x, first[1:])])
+        return np.asarray(pack(squares) @ self._packed_forms.T)
+
+    @cached_property
+    def _packed_forms(self) -> Float64Array:
+        """Upper triangles of F: half as much memory to read, (R, p)."""
+        assert self.forms is not None
+        return pack(self.forms)
 
     def _by_representatives(
         self, x: Float64Array, columns: IntArray

@@ -417,62 +417,98 @@ def _fill_changes(u, Y, D, radial, slope, P, l_max, n_radial, changes):  # type:
 
 
 @_compiled
-def change_densities(  # type: ignore[no-untyped-def]
-    start, vectors, a, n_kinds, l_max, n_radial, table, lowest, step, shape, norms, changes
-):
-    """Fill in ∂c/∂r of the pairs of a kind: (P, 3, (l_max + 1)², n_radial)."""
+def _project(c, changes, l_max, matrices, edges, products):  # type: ignore[no-untyped-def]
+    """Return the changes of features (Σk, w) with those of densities ((lm, n), w) of an element.
+
+    Parameters
+    ----------
+    c : ((l_max + 1)², K, n_radial) array
+        Densities around the atom.
+    changes : ((l_max + 1)²·n_radial, w) array
+    matrices : (Σk, (l_max + 1)·n_radial²) array
+        Rows of Qᵀ for the element and each of K species, one species after the other.
+    edges : (K + 1,) array of int
+        Where those of each species begin.
+    products : array
+        Scratch memory.
+    """
+    _, K, n_radial = c.shape
+    size, width = (l_max + 1) * n_radial**2, changes.shape[1]
+    found = np.empty((edges[K], width))
+    of_species = products[: size * width].reshape(size, width)
+    for b in range(K):
+        if edges[b] == edges[b + 1]:
+            continue
+        row = 0
+        for l in range(l_max + 1):  # noqa: E741
+            for k in range(n_radial):
+                for m in range(n_radial):
+                    of_species[row] = 0.0
+                    for lm in range(l * l, (l + 1) ** 2):
+                        value, source = c[lm, b, m], lm * n_radial + k
+                        for p in range(width):
+                            of_species[row, p] += value * changes[source, p]
+                    row += 1
+        np.dot(matrices[edges[b] : edges[b + 1]], of_species, found[edges[b] : edges[b + 1]])
+    return found
+
+
+@_compiled
+def push_densities(  # type: ignore[no-untyped-def]
+    start, vectors, a, n_kinds, l_max, n_radial, table, lowest, step, shape, norms,
+    c, matrices, edges, places, values, strain,
+):  # fmt: skip
+    """Add changes of features with the vectors of pairs, and with strain.
+
+    Parameters
+    ----------
+    a : int
+        Kind of the neighbours.
+    c : (n, (l_max + 1)², K, n_radial) array
+    matrices, edges
+        See `_project`.
+    places : (Σk,) array of int
+        Features that the rows of the matrices belong to, as they are counted in the values.
+    values : (P, 3, k) array
+        Of the pairs of this kind; not computed if it is empty.
+    strain : (n, 6, k) array
+        Not computed if it is empty.
+    """
     q, w = (l_max + 1) ** 2, (l_max + 1) * n_radial
     u, r = np.empty((3, _RUN)), np.empty(_RUN)
     radial, slope, Y = np.empty((w, _RUN)), np.empty((w, _RUN)), np.empty((q, _RUN))
     cosine, sine = np.empty((l_max + 1, _RUN)), np.empty((l_max + 1, _RUN))
     Q, D = np.empty((l_max + 1, l_max + 2, _RUN)), np.empty((3, q, _RUN))
-    scratch, done = np.empty(q * n_radial * 3 * _RUN), 0
-    for run in range(a, len(start) - 1, n_kinds):
+    changes, products = np.empty(q * n_radial * 3 * _RUN), np.empty(w * n_radial * 3 * _RUN)
+    stretched, done = np.empty((q * n_radial, 6)), 0
+    for i in range(len(c)):
+        run = i * n_kinds + a
+        stretched[:] = 0.0
         for first in range(start[run], start[run + 1], _RUN):
             P = min(_RUN, start[run + 1] - first)
             _directions(vectors, first, P, u, r)
             _radial(r, P, table, lowest, step, shape, l_max, n_radial, radial, slope, True)
             _harmonics(u, P, l_max, norms, cosine, sine, Q, Y, D, True)
-            of_densities = scratch[: q * n_radial * 3 * P].reshape(q * n_radial, 3 * P)
+            of_densities = changes[: q * n_radial * 3 * P].reshape(q * n_radial, 3 * P)
             _fill_changes(u, Y, D, radial, slope, P, l_max, n_radial, of_densities)
-            for p in range(P):
-                for x in range(3):
-                    row = 0
-                    for lm in range(q):
-                        for k in range(n_radial):
-                            changes[done + p, x, lm, k] = of_densities[row, x * P + p]
-                            row += 1
+            if len(values):
+                found = _project(c[i], of_densities, l_max, matrices, edges, products)
+                for row in range(len(found)):
+                    for x in range(3):
+                        for p in range(P):
+                            values[done + p, x, places[row]] += found[row, x * P + p]
+            if len(strain):
+                for v in range(6):
+                    x = v if v < 3 else (1 if v == 3 else 0)
+                    y = v if v < 3 else (1 if v == 5 else 2)
+                    for row in range(q * n_radial):
+                        for p in range(P):
+                            stretched[row, v] += (
+                                of_densities[row, x * P + p] * vectors[y, first + p]
+                            )
             done += P
-
-
-@_compiled
-def change_spectra(changes, owners, c, l_max, products):  # type: ignore[no-untyped-def]
-    """Fill in the products of changed densities with all: (P, d, K, l_max + 1, n_radial, n_radial).
-
-    Parameters
-    ----------
-    changes : (P, d, (l_max + 1)², n_radial) array
-    owners : (P,) array of int
-        Environments.
-    c : (n, (l_max + 1)², K, n_radial) array
-    """
-    n_pairs, n_changes, _, n_radial = changes.shape
-    n_kinds = c.shape[2]
-    wide = n_kinds * n_radial
-    full = np.empty((n_radial, wide))
-    for p in range(n_pairs):
-        for x in range(n_changes):
-            lm = 0
-            for l in range(l_max + 1):  # noqa: E741
-                full[:] = 0.0
-                for _ in range(2 * l + 1):
-                    row = c[owners[p], lm].reshape(wide)
-                    for k in range(n_radial):
-                        value = changes[p, x, lm, k]
-                        for t in range(wide):
-                            full[k, t] += value * row[t]
-                    lm += 1
-                for b in range(n_kinds):
-                    for k in range(n_radial):
-                        for m in range(n_radial):
-                            products[p, x, b, l, k, m] = full[k, b * n_radial + m]
+        if len(strain) and start[run + 1] > start[run]:
+            found = _project(c[i], stretched, l_max, matrices, edges, products)
+            for row in range(len(found)):
+                for v in range(6):
+                    strain[i, v, places[row]] += found[row, v]

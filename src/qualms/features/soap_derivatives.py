@@ -22,10 +22,9 @@ from typing import ClassVar
 
 import numpy as np
 from ase import Atoms
-from scipy.sparse import csr_array
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
-from qualms.features.base import VOIGT, Changes, Tape, offsets_of
+from qualms.features.base import Changes, Tape, offsets_of, ranges
 from qualms.features.densities import (
     Environments,
     NeighbourMemory,
@@ -38,7 +37,7 @@ from qualms.features.soap import FeatomicEngine
 
 #: Environments in memory at once: with derivatives, and without.
 BATCH, VALUES = 128, 1024
-#: Elements of an array of changes of spectra, or of slopes by these: few enough for a cache.
+#: Elements of an array of slopes by spectra: few enough for a cache.
 CACHED = 100_000
 #: Distance in Å by which neighbours in simulations may be further than the cutoff.
 SKIN = 0.5
@@ -152,10 +151,8 @@ class SoapTape(Tape):
             owners = np.repeat(np.arange(len(self.owners)), sizes[a::E])
             if not len(owners):
                 continue
-            runs = zip(some.start[:-1][a::E], some.start[1:][a::E], strict=True)
-            pairs = np.concatenate([np.arange(begin, end) for begin, end in runs])
-            columns, values = self._projected(self._changes(a), owners, a)
-            atoms = some.neighbours[pairs]
+            columns, values, _ = self._pushed(a, len(owners), 0)
+            atoms = some.neighbours[ranges(some.start, np.arange(a, len(sizes), E))]
             # An atom does not move relative to its own images.
             moves = atoms != self.centers[owners]
             if not moves.all():
@@ -164,67 +161,35 @@ class SoapTape(Tape):
 
     def push_strain(self) -> Float64Array:
         """Return ∂y/∂ε (n, 6, q)."""
-        some, n, E = self.environments, len(self.owners), len(self.environments.elements)
+        n = len(self.owners)
         changes = np.zeros((n, 6, self.features.n_features))
-        for a in range(E):
-            sizes = np.diff(some.start)[a::E]
-            by_vectors = self._changes(a)
-            runs = zip(some.start[:-1][a::E], some.start[1:][a::E], strict=True)
-            pairs = np.concatenate([np.arange(begin, end) for begin, end in runs])
-            sums = csr_array(
-                (np.ones(len(pairs)), np.arange(len(pairs)), offsets_of(sizes)),
-                shape=(n, len(pairs)),
-            )
-            densities, width = (
-                np.empty((n, 6, *by_vectors.shape[2:])),
-                by_vectors.shape[2] * by_vectors.shape[3],
-            )
-            for v, (x, y) in enumerate(zip(*VOIGT, strict=True)):
-                moved = by_vectors[:, x] * some.vectors[y, pairs][:, None, None]
-                summed = np.asarray(sums @ moved.reshape(len(pairs), width))
-                densities[:, v] = summed.reshape(densities[:, v].shape)
-            columns, values = self._projected(densities, np.arange(n), a)
-            changes[:, :, columns] += values
+        for a in range(len(self.environments.elements)):
+            columns, _, strain = self._pushed(a, 0, n)
+            changes[:, :, columns] += strain
         return changes
 
-    def _changes(self, a: int) -> Float64Array:
-        """Return changes of densities with vectors to neighbours of an element: (P, 3, lm, n)."""
-        from qualms.features import pair_core
+    def _pushed(
+        self, a: int, n_pairs: int, n_strained: int
+    ) -> tuple[IntArray, Float64Array, Float64Array]:
+        """Return which features (k,) the density of an element changes, and how.
 
-        some, E = self.environments, len(self.environments.elements)
-        n_pairs = int(np.diff(some.start)[a::E].sum())
-        _, q, _, n_radial = self.densities.shape
-        changes = np.empty((n_pairs, 3, q, n_radial))
-        pair_core.change_densities(some.start, some.vectors, a, E, *some.arguments, changes)
-        return changes
-
-    def _projected(
-        self, changes: Float64Array, owners: IntArray, a: int
-    ) -> tuple[IntArray, Float64Array]:
-        """Return which features (k,) the density of an element changes, and how: (p, d, k).
-
-        Given its changes (p, d, (l_max + 1)², n_radial) in environments (p,).
+        With the vectors to neighbours of the element, (n_pairs, 3, k), and with strain,
+        (n_strained, 6, k): all of them or none.
         """
         from qualms.features import pair_core
 
-        (p, d, _, n_radial), K = changes.shape, len(self.species)
-        engine, z = self.features.engine, int(self.environments.elements[a])
+        some, z = self.environments, int(self.environments.elements[a])
         couplings = [self.features.coupling(z, other) for other in self.species]
         columns = np.unique(np.concatenate([of_pair for of_pair, _ in couplings]))
-        places = [np.searchsorted(columns, of_pair) for of_pair, _ in couplings]
-        values = np.zeros((p * d, len(columns)))
-        step = max(1, CACHED // (d * K * engine.n_products))
-        l_max = engine.scale.l_max
-        for begin in range(0, p, step):
-            part = slice(begin, begin + step)
-            some = changes[part]
-            products = np.empty((len(some), d, K, l_max + 1, n_radial, n_radial))
-            pair_core.change_spectra(some, owners[part], self.densities, l_max, products)
-            rows = products.reshape(len(some) * d, K, -1)
-            into = values[begin * d : (begin + len(some)) * d]
-            for o, (_, matrix) in enumerate(couplings):
-                into[:, places[o]] += rows[:, o] @ matrix
-        return columns, values.reshape(p, d, -1)
+        places = np.searchsorted(columns, np.concatenate([of_pair for of_pair, _ in couplings]))
+        values = np.zeros((n_pairs, 3, len(columns)))
+        strain = np.zeros((n_strained, 6, len(columns)))
+        pair_core.push_densities(
+            some.start, some.vectors, a, len(some.elements), *some.arguments, self.densities,
+            np.concatenate([matrix for _, matrix in couplings]),
+            offsets_of([len(of_pair) for of_pair, _ in couplings]), places, values, strain,
+        )  # fmt: skip
+        return columns, values, strain
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,8 +260,8 @@ class ScaleFeatures:
         -------
         columns : (k,) array of int
             Features in y that do, in ascending order.
-        matrix : ((l, n, n′), k) array
-            Q_αα′ of the module.
+        matrix : (k, (l, n, n′)) array
+            Transpose of Q_αα′ of the module.
         """
         if (z, other) not in self._couplings:
             self._couplings[z, other] = self._coupling(z, other)
@@ -324,4 +289,4 @@ class ScaleFeatures:
             total[..., columns] += w * factors * rows
         flat = total.reshape(engine.n_products, -1)
         columns = np.flatnonzero(np.any(flat != 0, axis=0))
-        return columns, np.ascontiguousarray(flat[:, columns])
+        return columns, np.ascontiguousarray(flat[:, columns].T)
