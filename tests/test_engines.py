@@ -382,8 +382,8 @@ mass * 63.546
     forces = alone.get_forces()
     np.testing.assert_allclose(atoms.arrays["lammps_forces"], forces, atol=1e-8)
     assert table[0, 2] == pytest.approx(alone.get_potential_energy(), abs=1e-8)
-    virial = alone.positions.T @ forces
-    pressure = virial[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]] / atoms.cell.volume / units.GPa
+    boxed = Atoms(atoms.symbols, atoms.positions, cell=atoms.cell, calculator=alone.calc)
+    pressure = -boxed.get_stress()[[0, 1, 2, 5, 4, 3]] / units.GPa
     np.testing.assert_allclose(table[0, 3:9] * 1e-4, pressure, atol=1e-6)
 
 
@@ -569,6 +569,23 @@ def test_ipi_equals_the_calculator(bench, model_file):
     np.testing.assert_allclose(np.mean(extras["committee_pot"]), energy, rtol=1e-9)
     std = np.std(extras["committee_pot"], ddof=1)
     assert std == pytest.approx(extras["energy_uncertainty"], rel=1e-8)
+
+
+@has_ipi
+def test_molecules_in_ipi(bench, model_file):
+    """Without periodic boundaries, the cell is not used."""
+    from ipi.pes import load_pes
+
+    driver = load_pes("custom", str(bench / "qualms_pes.py"))
+    driver = driver(template=bench / "init.xyz", pbc=False)
+    atoms = ase.io.read(bench / "init.xyz")
+    energy, forces, virial, text = driver(np.eye(3), atoms.positions / units.Bohr)
+    atoms.pbc, atoms.cell = False, None
+    atoms.calc = Calculator(model_file)
+    assert energy * units.Hartree == pytest.approx(atoms.get_potential_energy(), rel=1e-5)
+    np.testing.assert_allclose(virial, atoms.positions.T @ forces / units.Bohr, atol=1e-8)
+    members = np.array(json.loads(text)["committee_virial"])
+    np.testing.assert_allclose(members.mean(axis=0), virial.ravel(), atol=1e-8)
 
 
 @has_ipi

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from ase import Atoms
 from ase.data import atomic_numbers
 
+from qualms.arrays import Float64Array
 from qualms.ase import Calculator
 from qualms.atomistic.forces import check_model
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.structures import symbols_of
 from qualms.errors import InputError
+
+#: Places of the components of a tensor in ASE's xx yy zz yz xz xy.
+_TENSOR = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 
 
 def make_calculator(model: AtomisticModel | str | Path, **options: Any) -> Calculator:
@@ -46,3 +52,22 @@ def check_elements(elements: Sequence[str], calculator: Calculator) -> None:
                 f"Type {kind} is {symbol!r}; the model was trained on {symbols_of(species)}.",
                 parameter="elements",
             )
+
+
+def virial(calculator: Calculator, atoms: Atoms, of: str = "") -> Float64Array:
+    """Return −∂E/∂ε (3, 3) in eV, and compute energy and forces with it.
+
+    Without periodic boundaries it is Σ_i r_i F_i: not all baseline potentials have a stress then.
+
+    Parameters
+    ----------
+    calculator : Calculator
+    atoms : Atoms
+    of : {"", "_ensemble"}
+        Of the mean, or of members: (3, 3, N_R).
+    """
+    if atoms.pbc.any():
+        stress = calculator.get_property(f"stress{of}", atoms)
+        return np.asarray(-atoms.cell.volume * stress[_TENSOR])
+    forces = calculator.get_property(f"forces{of}", atoms)
+    return np.tensordot(atoms.positions, forces, axes=(0, 0))

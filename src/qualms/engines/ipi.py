@@ -19,7 +19,7 @@ from ipi.utils.units import unit_to_internal, unit_to_user
 
 from qualms.arrays import Float64Array
 from qualms.atomistic.structures import iter_frames
-from qualms.engines.calculators import make_calculator
+from qualms.engines.calculators import make_calculator, virial
 from qualms.errors import InputError
 from qualms.io.files import check_digest, check_input
 
@@ -28,8 +28,6 @@ __all__ = ["Driver"]
 _energy = partial(unit_to_internal, "energy", "electronvolt")
 _force = partial(unit_to_internal, "force", "ev/ang")
 _length = partial(unit_to_user, "length", "angstrom")
-#: Places of the components of a tensor in ASE's xx yy zz yz xz xy.
-_TENSOR = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 
 
 class Driver(Dummy_driver):  # type: ignore[misc]
@@ -85,21 +83,20 @@ class Driver(Dummy_driver):  # type: ignore[misc]
                 parameter="template",
             )
         atoms = Atoms(self.numbers, _length(pos), cell=_length(cell).T, pbc=self.pbc)
-        stress = self.calculator.get_property("stress", atoms)  # derivatives come with it
-        results, volume = self.calculator.results, atoms.cell.volume
+        tensor, tensors = (virial(self.calculator, atoms, of) for of in ("", "_ensemble"))
+        results = self.calculator.results
         forces = np.moveaxis(results["forces_ensemble"], -1, 0)
-        stresses = results["stress_ensemble"].T[:, _TENSOR.ravel()]
         # Flat lists would be taken for one member.
         extras = {
             "committee_pot": _energy(results["energy_ensemble"]),
             "committee_force": _force(forces.reshape(len(forces), -1)),
-            "committee_virial": _energy(-volume * stresses),
+            "committee_virial": _energy(tensors.reshape(9, -1).T),
             "energy_uncertainty": np.array(_energy(results["energy_uncertainty"])),
             "forces_uncertainty": _force(results["forces_uncertainty"].ravel()),
         }
         return (
             float(_energy(results["energy"])),
             np.asarray(_force(results["forces"])),
-            np.asarray(_energy(-volume * stress[_TENSOR])),
+            np.asarray(_energy(tensor)),
             json.dumps({name: values.tolist() for name, values in extras.items()}),
         )

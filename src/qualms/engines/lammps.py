@@ -23,7 +23,7 @@ from qualms.arrays import Float64Array, IntArray
 from qualms.ase import Calculator
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import force_norm
-from qualms.engines.calculators import check_elements, make_calculator
+from qualms.engines.calculators import check_elements, make_calculator, virial
 from qualms.errors import InputError, QualmsError
 from qualms.io.files import check_digest
 
@@ -106,15 +106,12 @@ class Attachment:
             cell=[[a, 0, 0], [xy, b, 0], [xz, yz, c]],
             pbc=np.array(periodic, dtype=bool),
         )
-        # Derivatives come with it.
-        stress = self.calculator.get_property("stress", atoms)
-        results = self.calculator.results
+        tensor, results = virial(self.calculator, atoms), self.calculator.results
         own = np.argsort(order)[ranks.own]  # places of the atoms of this process
         forces[:] = results["forces"][own]
         lmp.fix_external_set_energy_global(FIX, results["energy"])
-        # xx yy zz yz xz xy of ASE; xx yy zz xy xz yz of LAMMPS.
-        virial = -stress[[0, 1, 2, 5, 4, 3]] * atoms.cell.volume
-        lmp.fix_external_set_virial_global(FIX, virial.tolist())
+        components = tensor[[0, 1, 2, 0, 0, 1], [0, 1, 2, 1, 2, 2]]  # xx yy zz xy xz yz
+        lmp.fix_external_set_virial_global(FIX, components.tolist())
         lmp.fix_external_set_vector(FIX, 1, results["energy_uncertainty"])
         if "forces_uncertainty" in results:
             std = force_norm(results["forces_uncertainty"])
