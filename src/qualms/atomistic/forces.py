@@ -35,7 +35,7 @@ from qualms.atomistic.labels import ForceLabels
 from qualms.errors import InputError, QualmsWarning
 from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
 from qualms.features.soap import REMEDY
-from qualms.gp.kernels import PowerKernel, ProductKernel, product_terms, unpack
+from qualms.gp.kernels import PowerKernel, ProductKernel, pack, product_terms, unpack
 from qualms.resources import limited
 
 #: Derivatives by the positions of atoms, and perhaps by strain.
