@@ -27,6 +27,7 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, QualmsWarning, score
+from qualms.atomistic import passes
 from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.forces import (
     Products,
@@ -612,6 +613,21 @@ def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():
 def test_a_single_labelled_structure_is_rejected(basis):
     with rejects("frames"):
         make_force_model(basis=basis).fit(alloys()[:1])
+
+
+def test_rare_forces_keep_their_products(monkeypatch):
+    """The model is that of all products, also if few of the structures have forces."""
+    frames = copies(alloys()[:26])
+    for atoms in frames[4:]:
+        del atoms.arrays["force"]
+    given = {"forces_noise": 1e-3, "noise": 1e-4, "basis": "labels"}
+    given |= {"calibration": "none"}
+    predicted = []
+    for share in (passes._NEGLIGIBLE, 0.0):
+        set_constant(monkeypatch, "_NEGLIGIBLE", share)
+        predicted.append(make_force_model(**given).fit(frames).predict(alloys()[26:], forces=True))
+    some, everything = (p.forces.mean for p in predicted)
+    assert np.abs(some - everything).max() < 0.02 * np.std(everything)
 
 
 def test_labels_of_an_element_that_one_structure_has():

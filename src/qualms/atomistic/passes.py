@@ -441,15 +441,20 @@ def _label_terms(representation: Representation) -> list[KernelTerm]:
 def _products(data: TrainingSet, terms: Sequence[KernelTerm], seed: int) -> list[Products]:
     """Return the products of features of each term that the labels of some structures need."""
     assert data.derivatives is not None
-    rng = np.random.default_rng([seed, _SAMPLE_STREAM])
-    order = random_sample(data, rng)
-    n = int(np.searchsorted(np.cumsum(data.rows_of_structures[order]), LABEL_SAMPLE)) + 1
+    rng, rows = np.random.default_rng([seed, _SAMPLE_STREAM]), data.rows_of_structures
+    orders = [random_sample(data, rng)]
+    if not np.all(rows > 1):  # forces may be rare
+        orders.append(rng.permutation(np.flatnonzero(rows > 1)))
+    enough = [
+        order[: np.searchsorted(np.cumsum(rows[order]), LABEL_SAMPLE) + 1] for order in orders
+    ]
+    sample = np.unique(np.concatenate(enough)).tolist()
     chosen = []
     for term in terms:
         everything = [Products.all(term.representatives.shape[1])]
         labels = [
             packed_labels([term], everything, data.frames[s], data.derivatives.known[s])
-            for s in order[:n].tolist()
+            for s in sample
         ]
         chosen.append(leading_products(labels, _NEGLIGIBLE))
     return chosen
