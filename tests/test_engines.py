@@ -25,6 +25,7 @@ from test_docs import blocks, commands, run_command, run_python
 
 from qualms import InputError, QualmsWarning
 from qualms.ase import Calculator
+from qualms.atomistic.forces import derivatives, shared_by
 from qualms.atomistic.predictions import force_norm
 from qualms.engines.export import export, literal
 from qualms.engines.lammps import attach
@@ -199,6 +200,26 @@ def test_inputs_of_lammps_that_do_not_fit(state, elements, parameter, force_mode
         attach(fake_lammps(**state), force_model, elements)
 
 
+def test_processes_share_environments(force_model):
+    """The shares of all processes sum to what one computes."""
+    atoms = bulk("Cu", a=3.8, cubic=True).repeat((4, 4, 5))
+    atoms.symbols[::3] = "Al"
+    atoms.rattle(0.05, seed=1)
+    expected = derivatives(force_model.potential, [atoms], strain=True, atoms=True, features=True)
+    shares = []
+    for rank in range(2):
+        processes = SimpleNamespace(rank=rank, size=2, Allreduce=lambda own, total: None)
+        with shared_by(processes):
+            share = derivatives(
+                force_model.potential, [atoms], strain=True, atoms=True, features=True
+            )
+        shares.append(share)
+    for one, two, whole in zip(*shares, expected, strict=True):
+        assert np.count_nonzero(one)
+        assert np.count_nonzero(two)
+        np.testing.assert_allclose(one + two, whole, rtol=1e-10, atol=1e-10)
+
+
 # --- Debian's LAMMPS ---
 
 has_lmp = pytest.mark.skipif(
@@ -347,16 +368,20 @@ def test_fix_halt_stops_where_ase_does(simulated, desk, model_file):
 @has_lmp
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun")
 def test_processes_agree(simulated, desk):
-    # IDs of new atoms depend on the number of processes.
-    text = "units metal\nread_data start.data\nINCLUDE\n"
-    text += f"{OUTPUT.format(every=5, name='two')}\nfix 1 all nve\nrun 5\n"
-    ended, table = run_lammps(desk, "two", text, ranks=2)
-    assert ended.returncode == 0, ended.stderr
-    np.testing.assert_allclose(table, simulated[0][:6], rtol=1e-10, atol=1e-8)  # pressures in bar
-    np.testing.assert_allclose(table[:, [2, 9, 10]], simulated[0][:6, [2, 9, 10]], atol=1e-10)
-    one, two = simulated[1][0], dumped(desk / "two.dump")[0]
+    # IDs of new atoms depend on the number of processes. They share more than 128 environments.
+    start, table, first = "units metal\nread_data start.data\nreplicate 2 2 2\nINCLUDE\n", {}, {}
+    for ranks in (1, 2):
+        text = f"{start}{OUTPUT.format(every=1, name=ranks)}\nfix 1 all nve\nrun 2\n"
+        ended, table[ranks] = run_lammps(desk, f"ranks{ranks}", text, ranks=ranks)
+        assert ended.returncode == 0, ended.stderr
+        first[ranks] = dumped(desk / f"{ranks}.dump")[0]
+    assert len(first[2]) == 256
+    pressures = slice(3, 9)  # in bar
+    np.testing.assert_allclose(table[2][:, pressures], table[1][:, pressures], atol=1e-6)
+    others = [1, 2, 9, 10]
+    np.testing.assert_allclose(table[2][:, others], table[1][:, others], rtol=1e-12, atol=1e-10)
     for name in ("positions", "lammps_forces", "std"):
-        np.testing.assert_allclose(two.arrays[name], one.arrays[name], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(first[2].arrays[name], first[1].arrays[name], rtol=0, atol=1e-10)
 
 
 @has_lmp

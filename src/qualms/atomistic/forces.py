@@ -21,9 +21,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import NamedTuple, TypeAlias
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from ase import Atoms
@@ -229,6 +232,25 @@ def _no_derivatives(n_structures: int, n_atoms: int, R: int, strain: bool) -> De
 
 # --- predictions: derivatives of the energies of members, backward ---
 
+#: The MPI communicator of processes that share batches of environments.
+_PROCESSES: ContextVar[Any] = ContextVar("_PROCESSES", default=None)
+
+
+@contextmanager
+def shared_by(processes: Any) -> Iterator[None]:
+    """Let processes, all of which predict the same structures, share the environments of these.
+
+    Parameters
+    ----------
+    processes : mpi4py.MPI.Comm or None
+        None if there is one process.
+    """
+    token = _PROCESSES.set(processes)
+    try:
+        yield
+    finally:
+        _PROCESSES.reset(token)
+
 
 def derivatives(
     potential: Potential,
@@ -260,9 +282,12 @@ def derivatives(
     total = _no_derivatives(len(frames), n_atoms, S, strain)
     total = total._replace(energies=np.zeros((len(frames), R)))
     of_atoms, x_of_terms = np.zeros((n_atoms, R)), []
+    processes = _PROCESSES.get()
     for term, combined in zip(potential, of or potential, strict=True):
         x_of_terms.append(np.zeros((n_atoms * features, term.representatives.shape[1])))
         tapes = term.features.tapes(frames, _GRADIENTS[: int(forces) + int(strain)])
+        if processes is not None:
+            tapes = islice(tapes, processes.rank, None, processes.size)
         evaluate = partial(_evaluate, term, combined if forces else None, atoms=atoms)
         n_threads = threads if term.features.concurrent else 1
         for tape, found in _in_threads(evaluate, tapes, n_threads):
@@ -277,6 +302,10 @@ def derivatives(
                 of_atoms[centers] += found.atoms
             if features:
                 x_of_terms[-1][centers] = tape.x
+    if processes is not None:
+        for sums in (total.energies, total.forces, total.virials, of_atoms, *x_of_terms):
+            if sums is not None:
+                processes.Allreduce(sums.copy(), sums)
     if features:
         total = total._replace(features=np.concatenate(x_of_terms, axis=1))
     return total._replace(atoms=of_atoms) if atoms else total

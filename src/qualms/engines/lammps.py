@@ -1,8 +1,8 @@
 """LAMMPS: energies, forces, virial and their uncertainties through ``fix external``.
 
 Nothing is compiled: the fix calls a function of this module with every evaluation of the forces.
-All processes compute the same structure, with the atoms of all of them, and keep what belongs to
-their own atoms, so that results do not depend on the number of processes.
+All processes know the atoms of all of them, share the environments, and keep what belongs to their
+own atoms: results do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ase.data import atomic_masses, atomic_numbers, chemical_symbols
 
 from qualms.arrays import Float64Array, IntArray
 from qualms.ase import Calculator
+from qualms.atomistic.forces import shared_by
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import force_norm
 from qualms.engines.calculators import check_elements, make_calculator, virial
@@ -106,7 +107,9 @@ class Attachment:
             cell=[[a, 0, 0], [xy, b, 0], [xz, yz, c]],
             pbc=np.array(periodic, dtype=bool),
         )
-        tensor, results = virial(self.calculator, atoms), self.calculator.results
+        with shared_by(self._comm):
+            tensor = virial(self.calculator, atoms)
+        results = self.calculator.results
         own = np.argsort(order)[ranks.own]  # places of the atoms of this process
         forces[:] = results["forces"][own]
         lmp.fix_external_set_energy_global(FIX, results["energy"])
