@@ -243,8 +243,9 @@ def novelty_table(evaluation: Evaluation, *, title: str = "") -> Table | None:
         cells = [str(bins.counts[k]), *within, f"{ratio:.2f} ± {error:.1g}"]
         rows.append([f"up to {write_number(largest)}", *cells])
     note = (
-        "Novelty: the largest of the environments of a structure, in units of the limit beyond "
-        "which it is an extrapolation. Calibrated: 68 %, 95 %, 1."
+        "Novelty: the largest of the environments of a structure,\n"
+        "in units of the limit beyond which it is an extrapolation.\n"
+        "Calibrated: 68 %, 95 %, 1."
     )
     return Table(["novelty", *columns], rows, title, note)
 
