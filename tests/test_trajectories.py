@@ -173,3 +173,18 @@ def test_blocks_bring_out_of_bag_errors_closer_to_those_of_later_frames():
             of_groups.append(error / model.record.quantities["energy"].rmse)
             assert (model.record.block_length > 1) == (groups == "auto")
     assert np.median(ratios["auto"]) < 0.6 * np.median(ratios[None])
+
+
+def test_the_command_line_finds_trajectories_unless_it_is_told_not_to(tmp_path, monkeypatch):
+    from test_cli import qualms
+
+    monkeypatch.chdir(tmp_path)
+    ase.io.write("data.xyz", diffusing_dimers(80, 0))
+    lengths = []
+    for options in ("", "--group-key none"):
+        ended = qualms(
+            "train data.xyz --target energy --baseline mean --cutoff 3 --representatives 30 "
+            f"--threads 1 --json --force -o model.safetensors {options}"
+        )
+        lengths.append(ended.document["training"]["block_length"])
+    assert lengths[0] > 1 == lengths[1]
