@@ -40,7 +40,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
-#: Key of the reasons, a text; in XYZ of structures that are extrapolations alone.
+#: Key of the reasons, a text; empty if a structure is no extrapolation.
 REASON = "qualms_extrapolation_reason"
 
 #: Rows of a table that are written to Parquet together.
@@ -226,10 +226,7 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     part = slice(batch.ends[i], batch.ends[i + 1])
                     predicted[name][batch.rows[i]] = values[part]
-            for name, column in batch.extra.items():
-                atoms.info[name] = column[i].item()
-                if atoms.info[name] == "":  # ASE cannot read it
-                    del atoms.info[name]
+            atoms.info |= {name: column[i].item() for name, column in batch.extra.items()}
             part = slice(atoms_before, atoms_before := atoms_before + len(frame))
             arrays = {name: rows[part] for name, rows in batch.arrays.items()}
             _add_further(atoms.arrays, arrays, frame, frame.arrays)
