@@ -323,8 +323,9 @@ def draw_figure(runs: Sequence[Run]) -> None:
             label = {"qualms, Δ": "qualms, Δ to GFN2-xTB"}.get(program, program)
             axes.plot([*points], [*points.values()], style, color=color, label=label)
     for (who, of), marker in zip(PUBLISHED.items(), "*DX", strict=True):
-        color = "C2" if "FCHL" in who else "black"
-        style = {"linestyle": "none", "color": color, "markersize": 8}
+        style: dict[str, Any] = {"linestyle": "none", "color": "C2" if "FCHL" in who else "black"}
+        if marker == "D":  # ACE and FCHL19 coincide
+            style |= {"markersize": 11, "markerfacecolor": "none"}
         axes.plot([*of], [*of.values()], marker=marker, label=who, **style)
     axes.set(xscale="log", yscale="log", xlabel="labelled structures of azobenzene")
     axes.set_ylabel("mean absolute error of forces, meV/Å")
