@@ -44,8 +44,6 @@ from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows, weighted_sum
 _MANY_COLUMNS = 6_000
 #: Rows of several quantities that are left out, group by group.
 _LEFT_OUT = 1500
-#: Columns of Φ from which on their leading half, at a seventh of the time, is searched before all.
-_HALVED = 1000
 _EPS = float(np.finfo(np.float64).eps)
 
 
@@ -305,8 +303,7 @@ def select_joint_noise(
 
     The search is over decades relative to the usual square of the targets, from 10⁻⁴ of it for the
     first quantity and 10⁻³ for the others, up to ten times their mean square. If the others raise
-    the error of the first by more than two per cent, the excess counts twenty times. With many
-    features the search begins with models of their leading half.
+    the error of the first by more than two per cent, the excess counts twenty times.
 
     Parameters
     ----------
@@ -322,34 +319,24 @@ def select_joint_noise(
     rows, y, groups = kept.rows, kept.y[:, 0], kept.groups
     kinds = tuple(rows.values())
     units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
+    score = left_out_error(kept, sums, prior)
     fixed_decades = [
         math.log10(fixed[name] / unit) if name in fixed else None
         for name, unit in zip(rows, units, strict=True)
     ]
-    others = [np.inf] * (len(rows) - 1)
 
-    def terms_of(r: int) -> Callable[[Sequence[float]], Float64Array]:
-        score = left_out_error(kept.leading(r), sums.leading(r), prior)
+    def terms(decades: Sequence[float]) -> Float64Array:
+        try:
+            return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
+        except NumericalError:  # so little noise that it is lost in rounding
+            return np.full(len(units), np.inf)
 
-        def terms(decades: Sequence[float]) -> Float64Array:
-            try:
-                return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
-            except NumericalError:  # so little noise that it is lost in rounding
-                return np.full(len(units), np.inf)
-
-        return terms
-
-    def search(
-        terms: Callable[[Sequence[float]], Float64Array],
-        starts: Sequence[Float64Array],
-        limit: float,
-        steps: Sequence[float],
-    ) -> tuple[float, ...]:
+    def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
             errors = terms(decades)
             return float(errors.sum() + 20 * max(errors[0] - limit, 0.0))
 
-        return _pattern_search(total, starts, fixed_decades, highest, steps)
+        return _pattern_search(total, starts, fixed_decades, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean(y[some] ** 2) for some in kinds]
@@ -358,21 +345,14 @@ def select_joint_noise(
     # Where the usual square and the mean square differ much, either may be the better guess.
     guess = np.array([-4.0] + [-3.0] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
-    r = kept.Phi.shape[1]
-    terms, limit, energy = terms_of(r // 2 if r >= _HALVED else r), np.inf, None
-    steps = (1.0, 0.5) if r >= _HALVED else (1.0, 0.5, 0.25)
-    decades = search(terms, starts, limit, steps)
+    decades = search()
     if fixed_decades[0] is None:
+        others = [np.inf] * (len(rows) - 1)
         alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in range(-2, 3)}
-        best = min(alone, key=alone.__getitem__)
-        if terms(decades)[0] > alone[best] + 0.02:
-            energy, limit = best, alone[best]
+        energy = min(alone, key=alone.__getitem__)
+        if terms(decades)[0] > alone[energy] + 0.02:
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
-            decades = search(terms, starts, limit, steps)
-    if r >= _HALVED:
-        terms = terms_of(r)
-        limit = np.inf if energy is None else float(terms((energy, *others))[0])
-        decades = search(terms, [np.array(decades)], limit, (0.5, 0.25))
+            decades = search(alone[energy])
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
     return {**selected, **fixed}
 
@@ -393,7 +373,6 @@ def _pattern_search(
     starts: Sequence[Float64Array],
     fixed: Sequence[float | None],
     highest: Float64Array,
-    steps: Sequence[float],
 ) -> tuple[float, ...]:
     """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
@@ -411,7 +390,7 @@ def _pattern_search(
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
         moves.append(np.sum(moves, axis=0))
-    for step in steps:
+    for step in (1.0, 0.5, 0.25):
         moved = True
         while moved:
             moved = False
