@@ -122,10 +122,9 @@ _POSTERIOR_STREAM, _BLOCK_STREAM, _LIMIT_STREAM = 4, 7, 10
 #: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
 #: and 3000 differ by 0.5 %.
 _MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
-#: Labels all of which are the basis, if labels are, and number of functions from which on these are
-#: a third of the labels rather than half; products of two features, two scales of 192, with which
-#: labels are it by default: more take much memory and time, and hardly lower errors.
-_FEW_LABELS, _HALF_OF_LABELS, _MOST_PRODUCTS = 1000, 2000, 75_000
+#: Labels all of which are the basis, if labels are; products of two features, two scales of 192,
+#: with which labels are it by default: more take much memory and time, and hardly lower errors.
+_FEW_LABELS, _MOST_PRODUCTS = 1000, 75_000
 #: Twice the representatives must lower errors by this share at least, for each effort: predictions
 #: take twice the time, and the ratio of two errors of some thousand rows is uncertain by a few per
 #: cent.
@@ -301,9 +300,7 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
     limits = {"effort": _MOST[settings.effort]}
     if settings.basis == "labels":
         # With half of the labels of azobenzene errors are 3 % larger than with all.
-        n = data.n_rows
-        some = min(n // 2, max(n // 3, _HALF_OF_LABELS))
-        limits["the number of labels"] = max(some, min(n, _FEW_LABELS))
+        limits["the number of labels"] = max(data.n_rows // 2, min(data.n_rows, _FEW_LABELS))
     else:
         limits["the number of environments"] = data.n_environments
         limits["the number of labels"] = max(PER_LABEL * data.n_rows, SMALLEST)

@@ -115,7 +115,7 @@ def n_blocks_of(n_members: int, n_rows: int, *, free: bool) -> int:
     """
     if free or not n_members:
         return 5
-    return 64 if n_rows <= 32 * FEW_ROWS else 16
+    return 64 if n_rows <= 64 * FEW_ROWS else 16
 
 
 def draw_blocks(
