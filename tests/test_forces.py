@@ -27,14 +27,11 @@ from scipy.spatial.transform import Rotation
 from threadpoolctl import threadpool_limits
 
 from qualms import AtomisticModel, Prediction, QualmsWarning, score
-from qualms.atomistic import passes
 from qualms.atomistic.bulk import Output, predict_batches
 from qualms.atomistic.forces import (
-    Products,
     derivatives,
     fill_rows,
     kernel_terms,
-    leading_products,
     make_potential,
     packed_labels,
 )
@@ -408,14 +405,8 @@ def test_kernels_with_labels_are_the_derivatives_of_kernels(name):
         term.share**0.5 * pack(np.einsum("mi,mj->mij", *2 * [term.representatives]))
         for term in terms
     ]
-    rows = (
-        packed_labels(terms, all_products(terms), atoms, known) @ np.concatenate(squares, axis=1).T
-    )
+    rows = packed_labels(terms, atoms, known) @ np.concatenate(squares, axis=1).T
     np.testing.assert_allclose(rows, np.concatenate([energies, others]), atol=1e-11)
-
-
-def all_products(terms):
-    return [Products.all(term.representatives.shape[1]) for term in terms]
 
 
 def labels_of(frames):
@@ -443,9 +434,8 @@ class ExactProcess:
     @staticmethod
     def rows(fitted, frames):
         terms = kernel_terms(fitted.representation, fitted.representatives)
-        products = all_products(terms)
         known = np.ones(18, dtype=bool)
-        rows = [packed_labels(terms, products, atoms, known) for atoms in frames]
+        rows = [packed_labels(terms, atoms, known) for atoms in frames]
         V = np.concatenate([[r[0] for r in rows], *(r[1:] for r in rows)])
         return fitted.kernel_scale**0.5 * V
 
@@ -455,41 +445,6 @@ class ExactProcess:
         K = self.prior * self.V[used] @ self.V[used].T + np.diag(self.variances[used])
         gain = k @ np.linalg.inv(K)
         return gain @ self.y[used], self.prior * np.sum(V**2, axis=1) - np.sum(gain * k, axis=1)
-
-
-@pytest.mark.parametrize("name", SQUARES)
-def test_leading_products_carry_nearly_all_of_the_kernel_of_labels(name):
-    given = {"n_representatives": 5, "calibration": "student", "basis": "environments"}
-    fitted = make_force_model(representation=ROWS[name], **given).fit(alloys()[:12]).fitted
-    terms = kernel_terms(fitted.representation, fitted.representatives)
-    known, everything = np.ones(18, dtype=bool), all_products(terms)
-    samples = [alloys()[20], alloys()[21]]
-    products = [
-        leading_products([packed_labels([t], [all_], a, known) for a in samples], 1e-4)
-        for t, all_ in zip(terms, everything, strict=True)
-    ]
-    assert sum(map(len, products)) < sum(map(len, everything))
-    for atoms in samples:
-        rows = packed_labels(terms, everything, atoms, known)
-        leading = packed_labels(terms, products, atoms, known)
-        lengths = np.sum(rows**2, axis=1)
-        lost = 1 - np.sum(leading**2, axis=1) / lengths
-        assert lost.min() > -1e-9
-        assert lost.max() < 1.01e-4
-        # As matrices of the features, they are those of all products but for what is lost.
-        edges = [np.cumsum([len(some) for some in each])[:-1] for each in (products, everything)]
-        for some, of_some, of_all in zip(
-            products, np.split(leading, edges[0], 1), np.split(rows, edges[1], 1), strict=True
-        ):
-            difference = np.sum((pack(some.unpack(of_some)) - of_all) ** 2, axis=1)
-            assert np.all(difference <= 1.01e-4 * lengths)
-    whole = [
-        leading_products([packed_labels([t], [a], samples[0], known)], 0.0)
-        for t, a in zip(terms, everything, strict=True)
-    ]
-    rows = packed_labels(terms, everything, alloys()[22], known)
-    turned = packed_labels(terms, whole, alloys()[22], known)
-    np.testing.assert_allclose(turned @ turned.T, rows @ rows.T, rtol=1e-8, atol=1e-10)
 
 
 @cache
@@ -613,21 +568,6 @@ def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():
 def test_a_single_labelled_structure_is_rejected(basis):
     with rejects("frames"):
         make_force_model(basis=basis).fit(alloys()[:1])
-
-
-def test_rare_forces_keep_their_products(monkeypatch):
-    """The model is that of all products, also if few of the structures have forces."""
-    frames = copies(alloys()[:26])
-    for atoms in frames[4:]:
-        del atoms.arrays["force"]
-    given = {"forces_noise": 1e-3, "noise": 1e-4, "basis": "labels"}
-    given |= {"calibration": "none"}
-    predicted = []
-    for share in (passes._NEGLIGIBLE, 0.0):
-        set_constant(monkeypatch, "_NEGLIGIBLE", share)
-        predicted.append(make_force_model(**given).fit(frames).predict(alloys()[26:], forces=True))
-    some, everything = (p.forces.mean for p in predicted)
-    assert np.abs(some - everything).max() < 0.02 * np.std(everything)
 
 
 def test_labels_of_an_element_that_one_structure_has():

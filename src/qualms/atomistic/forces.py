@@ -463,76 +463,7 @@ def _add_forces(
 # --- training: labels as packed matrices, for kernels that are squares ---
 
 
-@dataclass(frozen=True)
-class Products:
-    """Products of two features of one term of a kernel that is a square, which labels consist of.
-
-    The features are turned to orthonormal axes, which does not change the kernel, so that few
-    products carry nearly all of it.
-    """
-
-    axes: Float64Array  #: (q, q): in its columns
-    pairs: tuple[IntArray, IntArray]  #: of axes, the smaller number first: (k,) each
-
-    @classmethod
-    def all(cls, q: int) -> Products:
-        """Return all products of q features."""
-        return cls(np.eye(q), np.triu_indices(q))
-
-    def __len__(self) -> int:
-        return len(self.pairs[0])
-
-    def pack(self, A: Float64Array) -> Float64Array:
-        """Return the products (…, k) of symmetric matrices of the axes (…, q, q): see `pack`."""
-        return np.asarray(A[..., *self.pairs] * self._factors)
-
-    def unpack(self, packed: Float64Array) -> Float64Array:
-        """Return the symmetric matrices of the features (…, q, q)."""
-        A = np.zeros((*packed.shape[:-1], *self.axes.shape))
-        A[..., *self.pairs] = A[..., *self.pairs[::-1]] = packed / self._factors
-        return np.asarray(self.axes @ A @ self.axes.T)
-
-    @property
-    def _factors(self) -> Float64Array:
-        return np.where(self.pairs[0] == self.pairs[1], 1.0, math.sqrt(2.0))
-
-
-def leading_products(labels: Sequence[Float64Array], share: float) -> Products:
-    """Return products of features that carry all but a share of each of some labels.
-
-    The axes are the principal axes of the environments: nearly all of x lies along a few of them,
-    so that products of two others are small.
-
-    Parameters
-    ----------
-    labels : sequence of (1 + k, p) arrays
-        All products of features, of structures: averages over environments, and other labels.
-    share : float
-        Of the square of a label.
-    """
-    axes = np.linalg.eigh(unpack(np.mean([rows[0] for rows in labels], axis=0)))[1][:, ::-1]
-    everything = Products(np.ascontiguousarray(axes), Products.all(len(axes)).pairs)
-    largest, squares = np.zeros(len(everything)), []
-    for rows in labels:
-        turned = everything.pack(axes.T @ unpack(rows) @ axes) ** 2
-        turned /= np.maximum(turned.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
-        largest = np.maximum(largest, turned.max(axis=0))
-        squares.append(turned)
-    order = np.argsort(-largest, kind="stable")
-    # What each label lacks, without the products from the last on.
-    lacking = np.max([turned[:, order[::-1]].cumsum(axis=1).max(axis=0) for turned in squares], 0)
-    n = max(len(order) - int(np.searchsorted(lacking, share)), 1)
-    chosen = np.sort(order[:n])
-    first, second = everything.pairs
-    return replace(everything, pairs=(first[chosen], second[chosen]))
-
-
-def packed_labels(
-    terms: Sequence[KernelTerm],
-    products: Sequence[Products],
-    atoms: Atoms,
-    known: BoolArray,
-) -> Float64Array:
+def packed_labels(terms: Sequence[KernelTerm], atoms: Atoms, known: BoolArray) -> Float64Array:
     """Return the labels of a structure as linear functions of packed squares: (1 + k, p).
 
     With k(x, x′) = (x·x′)² the energy is linear in the matrices xxᵀ of the environments, and its
@@ -541,9 +472,7 @@ def packed_labels(
     Parameters
     ----------
     terms : sequence of KernelTerm
-        Of a kernel that is a square.
-    products : sequence of Products
-        Of each term; p is their number.
+        Of a kernel that is a square; p is the sum of their packed sizes.
     atoms : Atoms
     known : (3n + 6,) array of bool
         Which of the forces and components of the virial have a label: k of them.
@@ -555,31 +484,26 @@ def packed_labels(
     """
     of_forces, of_virial = known[:-6].reshape(-1, 3), known[-6:]
     parts = [
-        math.sqrt(term.share) * _packed_by_term(term, some, atoms, of_forces, of_virial)
-        for term, some in zip(terms, products, strict=True)
+        math.sqrt(term.share) * _packed_by_term(term, atoms, of_forces, of_virial) for term in terms
     ]
     return np.concatenate(parts, axis=1)
 
 
 def _packed_by_term(
-    term: KernelTerm,
-    products: Products,
-    atoms: Atoms,
-    of_forces: BoolArray,
-    of_virial: BoolArray,
+    term: KernelTerm, atoms: Atoms, of_forces: BoolArray, of_virial: BoolArray
 ) -> Float64Array:
     """Return the packed labels of a structure, for the features of one term: (1 + k, p)."""
     n, strain, moving = len(atoms), bool(of_virial.any()), np.asarray(of_forces.any(axis=1))
-    q, U, first = len(products.axes), products.axes, 0
+    q, first = term.representatives.shape[1], 0
     environments, owners, movers = [], [], []
     changes, virials = [np.empty((0, 3, q))], np.zeros((6, q, q))
     for tape in term.features.tapes([atoms], _GRADIENTS[: 1 + strain], moving):
         m = len(tape.x)
-        x = tape.x @ U
         for change in tape.push_forward():
             p = len(change.owners)
-            d = change.values @ U[change.columns]
-            changes.append(_of_x(tape, x, d, change.owners))
+            d = np.zeros((p, 3, q))
+            d[:, :, change.columns] = change.values
+            changes.append(_of_x(tape, d, change.owners))
             owners.append(first + change.owners)
             movers.append(tape.atoms[change.atoms])
             if not change.complete:  # an atom that is pushed pulls the centre of the environment
@@ -589,28 +513,28 @@ def _packed_by_term(
                 owners.append(first + np.arange(m))
                 movers.append(tape.atoms[tape.centers])
         if strain:
-            d = _of_x(tape, x, tape.push_strain() @ U, np.arange(m))
-            virials += np.tensordot(d, x, axes=(0, 0))
-        environments.append(x)
+            d = _of_x(tape, tape.push_strain(), np.arange(m))
+            virials += np.tensordot(d, tape.x, axes=(0, 0))
+        environments.append(tape.x)
         first += m
     x, d, none = np.concatenate(environments), np.concatenate(changes), [np.empty(0, dtype=np.intp)]
     owner, mover = np.concatenate(none + owners), np.concatenate(none + movers)
     order = np.argsort(mover, kind="stable")
     edges = np.searchsorted(mover[order], np.arange(n + 1))
-    rows = [products.pack(x.T @ x)[None] / n]
+    rows = [pack(x.T @ x)[None] / n]
     for j in np.flatnonzero(moving):
         some = order[edges[j] : edges[j + 1]]
         A = np.tensordot(d[some][:, of_forces[j]], x[owner[some]], axes=(0, 0))
-        rows.append(-products.pack(A + A.swapaxes(1, 2)))
+        rows.append(-pack(A + A.swapaxes(1, 2)))
     A = virials[of_virial]
-    return np.concatenate([*rows, products.pack(A + A.swapaxes(1, 2)) / n])
+    return np.concatenate([*rows, pack(A + A.swapaxes(1, 2)) / n])
 
 
-def _of_x(tape: Tape, x: Float64Array, changes: Float64Array, owners: IntArray) -> Float64Array:
-    """Return changes of x (n, q), given those of y (p, c, q) of some environments (p,)."""
+def _of_x(tape: Tape, changes: Float64Array, owners: IntArray) -> Float64Array:
+    """Return changes of x, given those of y (p, c, q) of some environments (p,)."""
     d = changes / tape.lengths[owners][:, :, None]
     if tape.feature_scale is None:  # (Δy − (Δy·x) x)/|y|
-        x = x[owners]
+        x = tape.x[owners]
         d -= np.einsum("pcq,pq->pc", d, x)[:, :, None] * x[:, None]
     return d
 

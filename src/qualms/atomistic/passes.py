@@ -23,10 +23,8 @@ from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
 from qualms.atomistic.forces import (
     KernelTerm,
-    Products,
     fill_rows,
     kernel_terms,
-    leading_products,
     packed_labels,
 )
 from qualms.atomistic.kernel_rows import Basis, structure_novelty
@@ -42,7 +40,7 @@ from qualms.features.base import (
 )
 from qualms.features.compression import sample_size
 from qualms.gp.ensemble import N_KEPT, keep_groups
-from qualms.gp.kernels import Kernel, pack, unit_scale
+from qualms.gp.kernels import Kernel, unit_scale
 from qualms.gp.representatives import LANDMARKS, select_representatives
 from qualms.gp.sparse_gp import Whitening, whiten
 from qualms.gp.sums import BlockSums, Draw, KeptRows, RowSums
@@ -62,8 +60,6 @@ SMALLEST = 250
 #: Environments that novelty is measured with, if labels span the model; functions of labels that a
 #: task combines; share of the prior variance at which a function is a combination of others.
 _N_NOVELTY, _COMBINED, _RTOL = 1000, 500, 1e-12
-#: Share of a label that may lack, in products of features, and labels that this is determined on.
-_NEGLIGIBLE, LABEL_SAMPLE = 3e-6, 500
 
 
 @dataclass(frozen=True)
@@ -364,7 +360,6 @@ class LabelFunctions:
 
     groups: IntArray  #: (M,): group of the structure
     packed: Float64Array  #: (M, p)
-    products: Sequence[Products]  #: of each term of the kernel; p of them
     #: packed labels of structures by their number in the input, if they are kept
     labels: dict[int, Float64Array]
 
@@ -378,12 +373,6 @@ class LabelFunctions:
     def kernel(self, rows: Float64Array) -> Float64Array:
         """Return the kernel of labels (n, p) with the functions: (n, M)."""
         return np.asarray(rows @ self.packed.T)
-
-    def form(self, weights: Float64Array) -> Float64Array:
-        """Return energies with weights (M, R) as packed matrices of the features: (p′, R)."""
-        edges = np.cumsum([len(some) for some in self.products])[:-1]
-        parts = zip(self.products, np.split(self.packed.T @ weights, edges), strict=True)
-        return np.concatenate([pack(some.unpack(part.T)).T for some, part in parts])
 
 
 def combine_labels(
@@ -411,12 +400,10 @@ def combine_labels(
     packed: list[Float64Array] = []
     labels: dict[int, Float64Array] = {}
     with stages.stage("Labels as basis", len(chosen)) as advance:
-        products = _products(data, _label_terms(representation), problem.settings.seed)
         results = workers.map(
             _combine_part,
             parts,
             workers.share(representation),
-            products,
             problem.settings.seed,
             problem.cached,
         )
@@ -426,7 +413,7 @@ def combine_labels(
             labels |= zip(part.source.tolist(), labels_of_part, strict=False)
             advance(done := done + len(part.source))
     functions = LabelFunctions(
-        np.repeat(data.groups[chosen], counts[chosen]), np.concatenate(packed), products, labels
+        np.repeat(data.groups[chosen], counts[chosen]), np.concatenate(packed), labels
     )
     with stages.stage("Whitening"):
         whitening = whiten(functions.kernel(functions.packed), rtol=_RTOL)
@@ -438,32 +425,9 @@ def _label_terms(representation: Representation) -> list[KernelTerm]:
     return kernel_terms(representation, np.empty((0, representation.n_features)))
 
 
-def _products(data: TrainingSet, terms: Sequence[KernelTerm], seed: int) -> list[Products]:
-    """Return the products of features of each term that the labels of some structures need."""
-    assert data.derivatives is not None
-    rng, rows = np.random.default_rng([seed, _SAMPLE_STREAM]), data.rows_of_structures
-    orders = [random_sample(data, rng)]
-    if not np.all(rows > 1):  # forces may be rare
-        orders.append(rng.permutation(np.flatnonzero(rows > 1)))
-    enough = [
-        order[: np.searchsorted(np.cumsum(rows[order]), LABEL_SAMPLE) + 1] for order in orders
-    ]
-    sample = np.unique(np.concatenate(enough)).tolist()
-    chosen = []
-    for term in terms:
-        everything = [Products.all(term.representatives.shape[1])]
-        labels = [
-            packed_labels([term], everything, data.frames[s], data.derivatives.known[s])
-            for s in sample
-        ]
-        chosen.append(leading_products(labels, _NEGLIGIBLE))
-    return chosen
-
-
 def _combine_part(
     part: tuple[TrainingSet, IntArray],
     representation: Representation,
-    products: Sequence[Products],
     seed: int,
     cached: bool,
 ) -> tuple[Float64Array, list[Float64Array]]:
@@ -475,7 +439,7 @@ def _combine_part(
     assert data.derivatives is not None
     terms, functions, labels = _label_terms(representation), [], []
     for s, (atoms, n) in enumerate(zip(data.frames, counts.tolist(), strict=True)):
-        rows = packed_labels(terms, products, atoms, data.derivatives.known[s])
+        rows = packed_labels(terms, atoms, data.derivatives.known[s])
         if cached:
             labels.append(rows)
         if n < len(rows):
@@ -677,12 +641,11 @@ def _fill_label_rows(
 ) -> None:
     """Fill in the kernel (N, M) of all labels with functions of labels."""
     assert data.derivatives is not None
-    terms, products = _label_terms(representation), functions.products
-    n, labels = len(data.y), data.derivatives
+    terms, n, labels = _label_terms(representation), len(data.y), data.derivatives
     for s, (atoms, number) in enumerate(zip(data.frames, data.source.tolist(), strict=True)):
         packed = functions.labels.pop(number, None)  # and their memory is free
         if packed is None:
-            packed = packed_labels(terms, products, atoms, labels.known[s])
+            packed = packed_labels(terms, atoms, labels.known[s])
         rows = functions.kernel(packed)
         K[s], K[n + labels.offsets[s] : n + labels.offsets[s + 1]] = rows[0], rows[1:]
 

@@ -57,7 +57,6 @@ from qualms.atomistic.label_checks import (
 )
 from qualms.atomistic.passes import (
     CHUNK,
-    LABEL_SAMPLE,
     SMALLEST,
     Environments,
     LabelFunctions,
@@ -450,10 +449,9 @@ def memory_needed(
     base += 4e3 * len(data.source) if isinstance(data.frames, list) else 0.0
     if settings.basis == "labels":
         # Functions, once more while they are joined, all labels of the largest structure, and those
-        # of a sample.
-        largest = float(data.rows_of_structures.max())
-        base += 4.0 * d * (d + 1) * (2.2 * M + 3.0 * largest + 8.0 * (LABEL_SAMPLE + largest))
-        base += 4.0 * d * (d + 1) * data.n_rows if cached else 0.0
+        # that are kept.
+        largest, kept = float(data.rows_of_structures.max()), data.n_rows if cached else 0
+        base += 4.0 * d * (d + 1) * (2.2 * M + 3.0 * largest + kept)
     picking = size * M * d + 100e6
     if settings.selection == "cur":
         landmarks = min(LANDMARKS * M, n)
@@ -1093,7 +1091,7 @@ def calibrate(
     )[:, 0]
     weights = whitening.kernel_weights(np.column_stack([columns, ensemble.full.weights[:, 0]]))
     if isinstance(functions, LabelFunctions):
-        weights = functions.form(weights)
+        weights = functions.packed.T @ weights
     packages = ("numpy", "scipy", "ase", "dscribe", "featomic", "safetensors")
     none = np.zeros(settings.n_drawn)  # intercepts and baselines have no posterior
     return Fitted(
