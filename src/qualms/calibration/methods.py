@@ -870,8 +870,8 @@ def _choose_sources(
     assessed = {names: assess(names) for names in subsets if possible(names)}
     limit = min(aic for aic, _ in assessed.values()) + _AS_GOOD
     as_good = [names for names, (aic, _) in assessed.items() if aic <= limit]
-    # Without p, or with as much of it, the smallest criterion.
-    return max(as_good, key=lambda names: (assessed[names][1], -assessed[names][0]))
+    # Without p, or with as much of it to a percent, the smallest criterion.
+    return max(as_good, key=lambda names: (round(assessed[names][1], 2), -assessed[names][0]))
 
 
 def _fit_variances(
