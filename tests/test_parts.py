@@ -190,7 +190,8 @@ def test_workers_train_the_same_model(client, pool, molecules, alloys, name, tmp
     for executor in (pool, client):
         found = model.fit(files, executor=executor).predict(test)
         np.testing.assert_allclose(found.mean, expected.mean, atol=1e-9 * expected.std.min())
-        np.testing.assert_allclose(found.std, expected.std, rtol=1e-9)
+        # A minimum of the likelihood is known to the square root of the rounding of its value.
+        np.testing.assert_allclose(found.std, expected.std, rtol=1e-6)
 
 
 def test_a_worker_is_killed(client, molecules, tmp_path):
