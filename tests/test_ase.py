@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -21,7 +20,7 @@ from checks import rejects
 from fake_potential import PairCommittee
 
 from qualms import AtomisticModel, InputError, Prediction, QualmsError, QualmsWarning
-from qualms.ase import Calculator, MemberCalculator, UncertaintyError, WeightedBaseline
+from qualms.ase import Calculator, MemberCalculator, WeightedBaseline
 from qualms.ase.calculator import member_gradients, std_gradient
 from qualms.atomistic.labels import find_label
 from qualms.calibration.members import calibrated_members, source_members
@@ -245,7 +244,7 @@ def test_a_molecule_has_no_stress(committee, crystal, atoms):
 
 def test_copies_pickles_and_files(committee, atoms, water_model, water, tmp_path):
     """They compute the same, and share the model but no results."""
-    calc, weighted = Calculator(committee, 9.0), WeightedBaseline(learned(), baseline(), 0.5)
+    calc, weighted = Calculator(committee), WeightedBaseline(learned(), baseline(), 0.5)
     moved = atoms.copy()
     moved.rattle(0.1, seed=0)
     for one in (calc, calc.member(1), weighted, Calculator(water_model)):
@@ -256,8 +255,6 @@ def test_copies_pickles_and_files(committee, atoms, water_model, water, tmp_path
             np.testing.assert_allclose(again.get_forces(atoms), forces)
     assert copy.deepcopy(calc).model is copy.copy(calc).model is committee
     assert copy.deepcopy(weighted).learned.model is weighted.learned.model
-    again = pickle.loads(pickle.dumps(calc))
-    assert again.uncertainty_threshold == {"energy_uncertainty": 9.0}
     path = tmp_path / "model.safetensors"
     water_model.save(path)
     forces = Calculator(water_model).get_forces(water)
@@ -307,57 +304,6 @@ def test_annotations_follow_the_structure(committee, atoms):
     bare = Atoms(atoms.numbers, atoms.positions, calculator=Calculator(committee, annotate=False))
     bare.get_forces()
     assert not EXTRA & {*bare.info, *bare.arrays}
-
-
-# --- thresholds ---
-
-
-def test_a_warning_is_issued_when_the_threshold_is_crossed(committee, atoms):
-    std = committee.predict([atoms]).std[0]
-    atoms.calc = Calculator(committee, 0.9 * std)
-    with pytest.warns(QualmsWarning):
-        atoms.get_potential_energy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", QualmsWarning)
-        atoms.positions[0] += 1e-6
-        atoms.get_potential_energy()  # still beyond: no second warning
-        far = atoms.copy()
-        far.positions[1:] += [[10, 0, 0], [0, 20, 0]]
-        far.calc = atoms.calc
-        far.get_potential_energy()  # without pairs, members agree
-    with pytest.warns(QualmsWarning):
-        atoms.get_potential_energy()
-
-
-@pytest.mark.parametrize("share", [0.99, 1.01])
-def test_an_error_stops_a_simulation_whatever_the_orientation(committee, atoms, share):
-    lengths = np.linalg.norm(committee.predict([atoms], forces=True).forces.std, axis=1)
-    calc = Calculator(committee, {"forces_uncertainty": share * lengths.max()}, "raise")
-    for angle in (0, 25, 70):
-        turned = atoms.copy()
-        turned.rotate(angle, (1, 2, 3))
-        turned.calc = calc
-        turned.get_potential_energy()
-        for _ in range(2):  # nor does a second attempt pass
-            if share > 1:
-                turned.get_forces()
-                continue
-            with pytest.raises(UncertaintyError):
-                turned.get_forces()
-
-
-def test_a_function_is_called_once_for_a_structure_and_limit(committee, atoms):
-    seen = []
-    limits = {"energy_uncertainty": 1e-9, "forces_uncertainty": 1e-9, "stress_uncertainty": 1e3}
-    atoms.calc = Calculator(committee, limits, lambda atoms, results: seen.append(results))
-    atoms.get_potential_energy()
-    assert len(seen) == 1
-    atoms.get_forces()  # another limit
-    assert len(seen) == 2
-    atoms.get_potential_energy(), atoms.get_forces(), atoms.calc.get_property("forces", atoms)
-    assert len(seen) == 2
-    VelocityVerlet(atoms, 0.5 * units.fs).run(3)
-    assert len(seen) == 5
 
 
 # --- trained models ---
@@ -658,9 +604,7 @@ def test_files_have_the_weight_and_the_uncertainty(atoms, tmp_path):
     ("kind", "arguments", "parameter"),
     [
         (Calculator, (object(),), "model"),
-        (Calculator, (PairCommittee(), -1.0), "uncertainty_threshold"),
-        (Calculator, (PairCommittee(), {"stress": 1.0}), "uncertainty_threshold"),
-        (Calculator, (PairCommittee(), 1.0, "shout"), "on_exceed"),
+        (Calculator, (PairCommittee(), 1.0), "watch"),
         (MemberCalculator, (PairCommittee(), 6), "index"),
         (WeightedBaseline, (baseline(), baseline(), 1.0), "learned"),
         (WeightedBaseline, (PairCommittee(), baseline(), 1.0), "learned"),

@@ -104,7 +104,7 @@ def test_a_single_structure_is_predicted(energy_model, molecules):
 
 def test_help_of_the_calculator_is_about_its_parameters():
     text = pydoc.plain(pydoc.render_doc(Calculator))
-    assert text.index("uncertainty_threshold : float") < text.index("Methods defined here")
+    assert text.index("watch : Watch") < text.index("Methods defined here")
     assert "restart" not in text[: text.index("Methods inherited")]
 
 

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
 
 class QualmsError(Exception):
@@ -48,7 +49,37 @@ class ExactFitError(CalibrationError):
 
 
 class UncertaintyError(QualmsError, RuntimeError):
-    """A prediction is less certain than the user allows."""
+    """A prediction is less certain than the user allows.
+
+    Parameters
+    ----------
+    message : str
+    quantity : str
+        "energy", "forces", "novelty" or "extrapolation".
+    value, limit : float
+        Of the quantity.
+    atom : int or None
+        The atom that has this value.
+    atoms : Atoms
+        The structure, without predictions and labels.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        quantity: str,
+        value: float,
+        limit: float,
+        atom: int | None,
+        atoms: Any,
+    ) -> None:
+        super().__init__(message)
+        self.quantity, self.value, self.limit = quantity, value, limit
+        self.atom, self.atoms = atom, atoms
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        parts = (self.quantity, self.value, self.limit, self.atom, self.atoms)
+        return type(self), (*self.args, *parts)
 
 
 class QualmsWarning(UserWarning):

@@ -11,6 +11,7 @@ from qualms.ase.calculator import (
     MemberCalculator,
     WeightedBaseline,
 )
+from qualms.ase.watch import Watch
 from qualms.errors import UncertaintyError
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "CommitteePotential",
     "MemberCalculator",
     "UncertaintyError",
+    "Watch",
     "WeightedBaseline",
 ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import RLock
@@ -33,18 +33,18 @@ from ase.outputs import Properties, all_outputs
 from numpy.typing import ArrayLike
 
 from qualms.arrays import Float64Array, check_integer, check_number
+from qualms.ase.watch import Watch
 from qualms.atomistic.delta import StoredPotential
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, check_model, derivatives
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predictions import Request, StructurePrediction, force_norm
+from qualms.atomistic.predictions import Request, StructurePrediction
 from qualms.calibration.members import calibrated_members, source_members
 from qualms.errors import (
     CalibrationError,
     InputError,
     QualmsWarning,
     UncertaintyError,
-    did_you_mean,
     unknown_choice,
 )
 from qualms.gp.ensemble import ensemble_mean_std, rescaled
@@ -52,8 +52,6 @@ from qualms.prediction import Prediction, stack_members
 from qualms.resources import default_threads, limited
 
 Results = dict[str, Any]
-#: Called with a structure that is too uncertain, and the results for it.
-OnExceed = Callable[[Atoms, Results], object]
 #: Takes members (…, N_R) to calibrated ones.
 Calibrate = Callable[[Float64Array], Float64Array]
 
@@ -470,16 +468,8 @@ class Calculator(ModelCalculator):
     model : AtomisticModel or path
         Of an extensive energy in eV: one without units is taken for that, with a warning. A path is
         that of a file that `AtomisticModel.save` wrote.
-    uncertainty_threshold : float or mapping, optional
-        Limit of the ``energy_uncertainty`` of a structure, in eV; or limits by name:
-        ``{"energy_uncertainty": 0.1, "forces_uncertainty": 0.5}``. That of forces is for the
-        largest √(σ_x² + σ_y² + σ_z²) of an atom, which does not depend on the orientation. That of
-        ``stress_uncertainty`` is for the largest component. Limits of forces and stresses are
-        checked when these are computed.
-    on_exceed : {"warn", "raise"} or callable
-        Action for a structure that exceeds a limit: warn, at the first structure and at the first
-        after structures within the limits; raise `UncertaintyError`; or call
-        ``on_exceed(atoms, results)``, once for each structure and limit.
+    watch : Watch, optional
+        Limits of the uncertainties, and what happens to structures beyond them.
     annotate : bool
         Whether uncertainties and ensembles are also put into ``atoms.info`` and ``atoms.arrays``,
         from where ASE writes them to extended XYZ. They are replaced with every calculation by
@@ -513,7 +503,7 @@ class Calculator(ModelCalculator):
 
     Examples
     --------
-    >>> atoms.calc = Calculator("model.safetensors", uncertainty_threshold=0.1)  # doctest: +SKIP
+    >>> atoms.calc = Calculator("model.safetensors", Watch(forces=0.3))  # doctest: +SKIP
     >>> atoms.get_forces(), atoms.calc.results["forces_uncertainty"]  # doctest: +SKIP
     """
 
@@ -524,8 +514,7 @@ class Calculator(ModelCalculator):
     def __init__(
         self,
         model: Model | str | Path,
-        uncertainty_threshold: float | Mapping[str, float] | None = None,
-        on_exceed: str | OnExceed = "warn",
+        watch: Watch | None = None,
         *,
         annotate: bool = True,
         threads: int | None = None,
@@ -558,29 +547,39 @@ class Calculator(ModelCalculator):
                 QualmsWarning,
                 stacklevel=2,
             )
-        self.uncertainty_threshold = _limits(uncertainty_threshold)
-        if on_exceed not in ("warn", "raise") and not callable(on_exceed):
-            raise unknown_choice("on_exceed", on_exceed, ("warn", "raise", "a callable"))
-        self.on_exceed = on_exceed
+        if watch is not None:
+            if not isinstance(watch, Watch):
+                raise InputError(
+                    f"`watch` is {watch!r}; it must be a Watch, such as Watch(energy=0.001).",
+                    parameter="watch",
+                )
+            watch.bind(self.model)
+            self._needs |= {"novelty"} if watch.needs_novelty else set()
+        self.watch = watch
         self.annotate = annotate
         self.forces_uncertainty_every = check_integer(
             "forces_uncertainty_every", forces_uncertainty_every, 1
         )
-        self._n_forces, self._exceeded = 0, False
-        self._reported: set[str] = set()
+        self._n_forces = 0
+        self._reported: set[str] = set()  # quantities of the structure that were acted on
+        self._error: UncertaintyError | None = None
 
     def _returned(self, atoms: Atoms) -> None:
         if self.annotate:
             annotate(atoms, self.results)
-        if self.on_exceed == "raise":
-            self._check_limits(atoms)
+        if self._error is not None:
+            raise self._error
 
     def _computed(self, atoms: Atoms, *, is_new: bool) -> None:
         if is_new:
-            self._reported = set()
+            self._reported, self._error = set(), None
         if self.annotate:
             annotate(atoms, self.results)
-        self._check_limits(atoms)
+        if self.watch is not None:
+            error = self.watch.check(atoms, self.results, self._reported)
+            self._error = error or self._error
+        if self._error is not None:
+            raise self._error
 
     def member(self, i: int, *, calibrated_for: str | None = None) -> MemberCalculator:
         """Return a calculator of the calibrated potential of member i, from 0.
@@ -649,47 +648,6 @@ class Calculator(ModelCalculator):
         if stress:
             results["energy_uncertainty_stress"] = derivative(predicted.stress)
         return results
-
-    def _check_limits(self, atoms: Atoms) -> None:
-        """Warn, raise or call if an uncertainty of a structure exceeds its limit."""
-        beyond = {}
-        for name, limit in self.uncertainty_threshold.items():
-            values = np.asarray(self.results.get(name, 0.0))
-            largest = np.max(force_norm(values) if values.ndim == 2 else values)
-            if largest > limit:
-                beyond[name] = f"{name} = {largest:.3g} exceeds {limit:.3g}"
-        if not beyond:
-            self._exceeded = False
-            return
-        what = ", ".join(beyond.values())
-        message = f"{atoms.get_chemical_formula()}: {what} (uncertainty_threshold)."
-        if self.on_exceed == "raise":
-            raise UncertaintyError(message)
-        if callable(self.on_exceed):
-            if not self._reported.issuperset(beyond):
-                self._reported |= set(beyond)
-                self.on_exceed(atoms, self.results)
-        elif not self._exceeded:
-            warnings.warn(message, QualmsWarning, stacklevel=2)
-        self._exceeded = True
-
-
-def _limits(threshold: float | Mapping[str, float] | None) -> dict[str, float]:
-    """Return the largest uncertainties allowed, by name."""
-    if threshold is None:
-        return {}
-    parameter = "uncertainty_threshold"
-    if not isinstance(threshold, Mapping):
-        threshold = {"energy_uncertainty": threshold}
-    names = ("energy_uncertainty", "forces_uncertainty", "stress_uncertainty")
-    for name in threshold:
-        if name not in names:
-            raise InputError(
-                f"`{parameter}` has a limit of {name!r}; there are limits of {', '.join(names)}."
-                f"{did_you_mean(str(name), names)}",
-                parameter=parameter,
-            )
-    return {key: check_number(parameter, limit, 0, strict=True) for key, limit in threshold.items()}
 
 
 # --- a robust baseline where a learned potential is uncertain ---
