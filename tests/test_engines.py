@@ -727,6 +727,11 @@ def test_tutorial_of_lammps(tutorial):
     assert ended.returncode == 0, ended.stderr
     assert "Fix halt condition for fix-id stop met" in (folder / "melt.log").read_text()
     assert "d_qualms_std" in (folder / "melt.dump").read_text()
+    pytest.importorskip("matplotlib")
+    figure = next(b for b in blocks("docs/simulations.md") if "melt.png" in b.text)
+    with contextlib.chdir(folder):
+        run_python(figure, "docs/simulations.md", {})
+    assert (folder / "melt.png").stat().st_size > 10_000
 
 
 @has_ipi
