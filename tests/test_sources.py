@@ -338,6 +338,29 @@ def test_errors_that_grow_where_no_point_was_are_covered_better():
     assert covered > 0.9 > 0.5 > without
 
 
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("noise", [1.0, 3.0, 10.0])
+def test_the_excess_costs_little_where_p_does_not_describe_the_errors(noise, spread):
+    """Errors of noisy labels hardly depend on p, which may differ by orders of magnitude."""
+    costs, ratios = [], []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+
+        def points(n, rng=rng):
+            p = np.exp(spread * rng.normal(size=n))
+            z = np.hypot(p, noise) * rng.normal(size=n)
+            return CalibrationData(z, p, np.full(n, 1000), np.ones(n), p, centre=0.0)
+
+        found, new = SourcesCalibration.fit(points(300)), points(3000)
+        without = replace(found, excess=0.0)
+        costs.append(new.mean(without.density_of(new) - found.density_of(new)))
+        far = new.posterior_std > found.onset
+        sigma = np.hypot(new.posterior_std[far], noise)
+        ratios.append(np.median(found.std_of(new)[far] / sigma))
+    assert np.mean(costs) < 0.03
+    assert np.median(ratios) < 2.5
+
+
 # --- heavy tails ---
 
 

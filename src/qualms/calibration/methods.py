@@ -596,8 +596,9 @@ MIN_POINTS = 20
 _N_SOURCES = 5000
 #: Sources that are this close to the smallest AIC describe the points as well.
 _AS_GOOD = 4.0
-#: Share of out-of-bag points whose p is below the onset of the excess.
-_ONSET = 0.95
+#: Share of out-of-bag points whose p is below the onset of the excess, and the most of their mean
+#: log likelihood that the excess may cost.
+_ONSET, _COST = 0.95, 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -617,7 +618,9 @@ class SourcesCalibration(Calibration):
 
         e² (p² − p₀²)₊,     e² = mean(z²/p²) of the out-of-bag points.
 
-    where the smallest 5 % of p are set to the 5 % quantile.
+    where the smallest 5 % of p are set to the 5 % quantile. It is smaller if p differs by orders of
+    magnitude and does not describe the errors, such as those of noisy labels: the mean log
+    likelihood of the out-of-bag points is at most 0.02 lower than without the excess.
 
     Heavy tails. z/σ is taken to be Student's t of unit variance with ν > 2 degrees of freedom,
 
@@ -697,9 +700,9 @@ class SourcesCalibration(Calibration):
         X = np.stack([columns[name] for name in sources], axis=1)
         squares = _fit_variances(data.residuals, data.weights, X, offset)[0]
         coefficients: dict[str, Any] = dict(zip(sources, np.sqrt(squares).tolist(), strict=True))
-        excess, onset = fit_excess(data)
-        fitted = replace(prior, **{"alpha": 0.0, **coefficients}, excess=excess, onset=onset)
-        fitted = fitted.fitted_to(data)
+        inside = replace(prior, **{"alpha": 0.0, **coefficients})
+        excess, onset = fit_excess(data, inside.std_of(data))
+        fitted = replace(inside, excess=excess, onset=onset).fitted_to(data)
         tails = fit_inverse_dof(data.residuals / fitted.std_of(data), data.weights)
         weighted = (fitted.alpha**2 + fitted.centre**2 / data.n_members) * data.ensemble_std**2
         if data.posterior_std is not None:
@@ -804,8 +807,15 @@ class SourcesCalibration(Calibration):
         return self.novelty > 0
 
 
-def fit_excess(data: CalibrationData) -> tuple[float, float]:
-    """Return e and p₀ of the excess of `SourcesCalibration`; zeros if p is not known, or zero."""
+def fit_excess(data: CalibrationData, std: Float64Array) -> tuple[float, float]:
+    """Return e and p₀ of the excess of `SourcesCalibration`; zeros if p is not known, or zero.
+
+    Parameters
+    ----------
+    data : CalibrationData
+    std : (n,) array
+        σ without the excess.
+    """
     p = data.posterior_std
     if p is None:
         return 0.0, 0.0
@@ -814,7 +824,19 @@ def fit_excess(data: CalibrationData) -> tuple[float, float]:
     low, onset = p[order[np.searchsorted(share, [1 - _ONSET, _ONSET])]].tolist()
     if not low:
         return 0.0, 0.0
-    return variance_scale(data.residuals, np.maximum(p, low), data.weights) ** 0.5, onset
+    excess = variance_scale(data.residuals, np.maximum(p, low), data.weights) ** 0.5
+    beyond = p > onset
+    z2, v, p2 = data.residuals[beyond] ** 2, std[beyond] ** 2, p[beyond] ** 2 - onset**2
+    share = data.weights[beyond] / data.weights.sum()
+
+    def cost(e: float) -> float:
+        """Return by how much the excess lowers the mean log likelihood, less what it may."""
+        ratio = 1 + e**2 * p2 / v
+        return float(share @ (np.log(ratio) + (1 / ratio - 1) * z2 / v)) / 2 - _COST
+
+    if cost(excess) > 0:
+        excess = float(brentq(cost, 0.0, excess))
+    return excess, onset
 
 
 def fit_inverse_dof(z_scores: Float64Array, weights: Float64Array) -> float:
