@@ -14,7 +14,7 @@ from atomistic_fixtures import (
 
 from qualms import AtomisticModel, Prediction
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered
+from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered, sizes_of
 from qualms.errors import QualmsWarning
 from qualms.evaluation import Evaluation
 from qualms.report.assessment import assess
@@ -73,8 +73,32 @@ def test_larger_molecules_are_flagged_and_cells_are_not(by_size):
     assert prediction.extrapolates.all()
     assert all("at most" in reason for reason in prediction.reasons)
     assert model.predict(small).extrapolates.mean() <= 0.03
-    cells = [Atoms(a.numbers, a.positions, cell=[30] * 3, pbc=True) for a in large[:5]]
-    assert not any("at most" in reason for reason in model.predict(cells).reasons)
+    assert not any("at most" in reason for reason in model.predict(in_cells(large[:5])).reasons)
+
+
+def in_cells(molecules):
+    """The same molecules in periodic cells."""
+    cells = [Atoms(a.numbers, a.positions, cell=[30] * 3, pbc=True) for a in molecules]
+    for atoms, molecule in zip(cells, molecules, strict=True):
+        atoms.info.update(molecule.info)
+    return cells
+
+
+def test_sizes_of_cells_are_no_sizes_of_molecules(by_size):
+    """Large cells among the training structures do not make large molecules usual."""
+    _, small, large = by_size
+    model = make_model(n_representatives=100).fit([*small[:80], *in_cells(large[:20])])
+    assert all("at most" in reason for reason in model.predict(large[20:30]).reasons)
+    crystals = make_model(n_representatives=100).fit(in_cells(small[:80]))
+    assert not any("at most" in reason for reason in crystals.predict(large[:10]).reasons)
+
+
+def test_the_largest_cell_does_not_count_as_an_extrapolation():
+    """One of 150 cells that is larger than the others leaves the limits as they are."""
+    sizes = sizes_of(np.array([[2, 1], [4, 2], [8, 4]]), [1, 8], np.array([False, False, True]))
+    assert sizes.tolist() == [[3, 1], [6, 2], [0, 0]]
+    assert is_largest(sizes).tolist() == [False, True, False]
+    assert not is_largest(np.zeros((3, 2), dtype=int)).any()
 
 
 def test_limits_are_those_of_the_file(by_size, tmp_path):

@@ -80,6 +80,7 @@ class TrainingSet:
     sizes: IntArray  #: (n,): atoms
     numbers: IntArray  #: (Σ sizes,): atomic numbers
     volumes: Float64Array  #: (n,): of cells; zero without
+    periodic: BoolArray  #: (n,): whether they are periodic along a cell vector
     #: atoms of each structure whose environments are needed: those with labels, or None for all
     centers: list[IntArray] | None
     y: Float64Array  #: (N,): labels of the target
@@ -213,6 +214,7 @@ class TrainingSet:
             sizes=self.sizes[structures],
             numbers=self.numbers[ranges(offsets_of(self.sizes), structures)],
             volumes=self.volumes[structures],
+            periodic=self.periodic[structures],
             centers=None if self.centers is None else [self.centers[i] for i in structures],
             y=self.y[rows],
             derivatives=labels,
@@ -244,7 +246,7 @@ def join_sets(parts: Sequence[TrainingSet]) -> TrainingSet:
     first = parts[0]
     arrays: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in parts])
-        for name in ("source", "sizes", "numbers", "volumes", "y", "groups", "copies")
+        for name in ("source", "sizes", "numbers", "volumes", "periodic", "y", "groups", "copies")
     }
     centers, derivatives = None, None
     if first.centers is not None:
@@ -274,7 +276,6 @@ class Census:
     n_isolated: int
     isolated: dict[int, float]  #: energies of isolated atoms found in the data
     states: dict[State, int]  #: charges and spins, and the first structure with each
-    n_periodic: int
     block_length: int = 1  #: frames of a group, if trajectories are recognised
 
     @property
@@ -285,7 +286,7 @@ class Census:
     @property
     def is_periodic(self) -> bool:
         """Whether at least half of the structures are."""
-        return 2 * self.n_periodic >= len(self.data.source)
+        return 2 * int(self.data.periodic.sum()) >= len(self.data.source)
 
     @property
     def digest(self) -> str:
@@ -316,7 +317,6 @@ class Census:
             n_isolated=sum(part.n_isolated for part in parts),
             isolated=agreeing(item for part in parts for item in part.isolated.items()),
             states=states,
-            n_periodic=sum(part.n_periodic for part in parts),
         )
 
 
@@ -561,6 +561,7 @@ def read_labels(
         sizes=n_atoms,
         numbers=np.concatenate([none, *(atoms.numbers for atoms in used)]).astype(np.intp),
         volumes=np.array([a.cell.volume if a.cell.rank == 3 else 0.0 for a in used], float),
+        periodic=np.array([atoms.pbc.any() for atoms in used], bool),
         centers=scanned.rows if settings.per_atom else None,
         y=y,
         derivatives=derivatives,
@@ -582,7 +583,6 @@ def read_labels(
         n_isolated=scanned.n_isolated,
         isolated=scanned.isolated,
         states=states,
-        n_periodic=sum(bool(np.any(atoms.pbc)) for atoms in used),
     )
 
 

@@ -5,8 +5,8 @@ and the mean novelty of the environments of a structure. Each has a limit; toget
 that 1 % of the out-of-bag structures exceed one of them or another. So a limit is not the 99 %
 quantile of its measure: up to 3 % would exceed one. All limits are quantiles of the same level.
 
-A molecule that is larger than all training structures is an extrapolation as well. Out of bag, that
-holds for the largest one, which is one of the 1 %.
+A molecule that is larger than all those of the training set is an extrapolation as well. Out of
+bag, that holds for the largest one, which is one of the 1 %.
 """
 
 from __future__ import annotations
@@ -57,10 +57,21 @@ def scattered(std: Float64Array, n_members: int, rng: np.random.Generator) -> Fl
     return np.asarray(std * np.sqrt(chi2 / (n_members - 1)))
 
 
-def sizes_of(composition: IntArray, species: Sequence[int]) -> IntArray:
-    """Return numbers of atoms, and of those other than hydrogen, for counts (n, S): (n, 2)."""
+def sizes_of(composition: IntArray, species: Sequence[int], periodic: BoolArray) -> IntArray:
+    """Return numbers of atoms of molecules, and of those other than hydrogen: (n, 2).
+
+    Cells of periodic structures may have any size; they count as empty.
+
+    Parameters
+    ----------
+    composition : (n, S) array of int
+        Counts of the species.
+    species : sequence of int
+    periodic : (n,) array of bool
+    """
     heavy = np.array(species) > 1
-    return np.stack([composition.sum(axis=1), composition[:, heavy].sum(axis=1)], axis=1)
+    sizes = np.stack([composition.sum(axis=1), composition[:, heavy].sum(axis=1)], axis=1)
+    return np.where(periodic[:, None], 0, sizes)
 
 
 def is_largest(sizes: IntArray) -> BoolArray:

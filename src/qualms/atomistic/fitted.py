@@ -205,7 +205,7 @@ class Fitted:
     #: p of posterior members, or ŝ if there are none, beyond which a structure is an extrapolation;
     #: None in models of earlier versions, in which it is the largest ensemble standard deviation
     std_limit: float | None = None
-    #: atoms of the largest training structure, and of that with most atoms other than hydrogen
+    #: atoms of the largest molecule trained on, and of that with most atoms other than hydrogen
     largest_size: tuple[int, int] | None = None
 
     @property

@@ -486,7 +486,7 @@ def predict_chunk(
     novelty = reasons = atom_novelty = None
     if raw.novelty is not None:
         limits = np.array(fitted.training_novelty)
-        if fitted.largest_size is None:  # perhaps of an earlier version
+        if fitted.std_limit is None:  # perhaps of an earlier version
             limits += ROUNDING
         of_structures = structure_novelty(raw.novelty, offsets) / limits
         novelty = of_structures[:, 0]
@@ -629,8 +629,8 @@ def _reasons(
 
     It is if the largest or the mean novelty of its environments, or the standard deviation of
     members, exceeds a limit (together for 1 % of out-of-bag structures), if it is a molecule larger
-    than all training structures, if it has atoms of unknown species or another charge or spin than
-    the training structures, or if its composition has no baseline.
+    than those of the training set, if it has atoms of unknown species or another charge or spin
+    than the training structures, or if its composition has no baseline.
 
     Parameters
     ----------
@@ -666,21 +666,21 @@ def _reasons(
         if largest_novelty > 1:
             i = int(chunk.centers[s][np.argmax(atom_novelty[s])])
             text = f"the environment of atom {i} ({chemical_symbols[atoms.numbers[i]]}) is novel"
-            texts.append(f"{text}, {largest_novelty:.2g} × the limit")
+            texts.append(f"{text}, {largest_novelty:.3g} × the limit")
         elif mean_novelty > 1:
-            texts.append(f"its environments are novel on average, {mean_novelty:.2g} × the limit")
+            texts.append(f"its environments are novel on average, {mean_novelty:.3g} × the limit")
         largest_std = (
             std[offsets[s] : offsets[s + 1]].max(initial=0.0) if fitted.per_atom else std[s]
         )
         if largest_std > 1:
             text = f"its uncertainty before calibration ({symbol}) exceeds that of out-of-bag"
-            texts.append(f"{text} structures, {largest_std:.2g} × the limit")
+            texts.append(f"{text} structures, {largest_std:.3g} × the limit")
         reasons.append("; ".join(texts))
     return reasons
 
 
 def _larger(atoms: Atoms, largest: tuple[int, int] | None) -> str:
-    """Return by what a molecule is larger than all training structures; an empty text if not.
+    """Return by what a molecule is larger than those trained on; an empty text if it is not.
 
     Cells of periodic structures may have any size.
     """
@@ -689,7 +689,7 @@ def _larger(atoms: Atoms, largest: tuple[int, int] | None) -> str:
     sizes = len(atoms), int(np.count_nonzero(atoms.numbers > 1))
     for size, most, of in zip(sizes, largest, ("", " other than hydrogen"), strict=True):
         if size > most:
-            return f"it has {size} atoms{of}, training structures have {most} at most"
+            return f"it has {size} atoms{of}, molecules of the training set have {most} at most"
     return ""
 
 

@@ -993,7 +993,7 @@ def find_limits(
     novelty = np.minimum(novelty + ROUNDING, 1.0)
     largest = None
     if not sample.per_atom:
-        largest = is_largest(sizes_of(sample.composition, sample.species))
+        largest = is_largest(sizes_of(sample.composition, sample.species, sample.periodic))
     if points is None:
         of_novelty = fit_limits([*novelty.T], largest)
         return (of_novelty[0], of_novelty[1]), None
@@ -1123,13 +1123,16 @@ def calibrate(
             data_digest=problem.census.digest,
         ),
         std_limit=std_limit,
-        largest_size=None if problem.data.per_atom else _largest_sizes(problem.data),
+        largest_size=_largest_sizes(problem.data),
     )
 
 
-def _largest_sizes(data: TrainingSet) -> tuple[int, int]:
-    """Return the most atoms, and the most atoms other than hydrogen, of a structure."""
-    n_atoms, n_heavy = sizes_of(data.composition, data.species).max(axis=0).tolist()
+def _largest_sizes(data: TrainingSet) -> tuple[int, int] | None:
+    """Return the most atoms, and the most other than hydrogen, of a molecule, if size matters."""
+    if data.per_atom or data.periodic.all():
+        return None
+    sizes = sizes_of(data.composition, data.species, data.periodic)
+    n_atoms, n_heavy = sizes.max(axis=0).tolist()
     return n_atoms, n_heavy
 
 
