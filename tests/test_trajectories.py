@@ -113,6 +113,20 @@ def test_sets_of_other_config_types_are_left_alone(cluster):
     assert np.array_equal(blocks.groups[:60], np.arange(60))
 
 
+@pytest.mark.parametrize("n_before", [0, 200, 400])
+def test_trajectories_are_found_beside_shuffled_frames_of_the_same_molecule(cluster, n_before):
+    """Files that nothing tells apart: four times as many frames without an order."""
+    others = shuffled(trajectory(CLUSTER, 400, seed=1), 0)
+    frames = [*others[:n_before], *cluster, *others[n_before:]]
+    blocks = blocks_of(frames)
+    size = np.bincount(blocks.groups)[blocks.groups]
+    ordered = np.zeros(len(frames), dtype=bool)
+    ordered[n_before : n_before + len(cluster)] = True
+    assert np.mean(size[ordered] > 1) > 0.9
+    assert np.mean(size[~ordered] > 1) < 0.1
+    assert blocks_of(shuffled(frames, 1)).length == 1
+
+
 def test_crossing_a_boundary_of_the_cell_is_no_jump(copper):
     """Distances are those of the nearest images: wrapped atoms are where they were."""
     wrapped = [atoms.copy() for atoms in copper]

@@ -8,7 +8,8 @@ has no meaning, all orders within the window are equally probable, and r = 1 −
 average, whatever the structures are; also if a file is put together of several sets. For a random
 walk r is 0.57 in the mean, with w = 8. A series is a trajectory if the mean of r over windows is
 significant by Student's t, and large: neighbours in the order of QM9, in which similar molecules
-follow each other, have 0.15 at most.
+follow each other, have 0.15 at most. If it is not, because other frames of the same molecule come
+before or after a trajectory, parts of the series are.
 
 Frames of a trajectory are left out in blocks of the correlation length: the lag at which the mean
 squared difference comes close to that of all frames of the series.
@@ -16,7 +17,8 @@ squared difference comes close to that of all frames of the series.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,14 +50,20 @@ def pair_distances(atoms: Atoms) -> FloatArray:
 
     Of periodic images, those that are nearest along each cell vector.
     """
-    n = len(atoms)
-    rng = np.random.default_rng(n)
-    i, step = rng.integers(n, size=N_PAIRS), rng.integers(1, max(n, 2), size=N_PAIRS)
-    vectors = atoms.positions[(i + step) % n] - atoms.positions[i]
+    i, j = _pairs(len(atoms))
+    vectors = atoms.positions[j] - atoms.positions[i]
     if atoms.pbc.any():
         cell = np.asarray(atoms.cell.complete())
         vectors = vectors - np.round(np.linalg.solve(cell.T, vectors.T).T) * atoms.pbc @ cell
     return np.asarray(np.linalg.norm(vectors, axis=1), dtype=np.float32)
+
+
+@lru_cache(maxsize=1000)
+def _pairs(n: int) -> tuple[IntArray, IntArray]:
+    """Return random pairs of n atoms: (N_PAIRS,) each."""
+    rng = np.random.default_rng(n)
+    i, step = rng.integers(n, size=N_PAIRS), rng.integers(1, max(n, 2), size=N_PAIRS)
+    return i, (i + step) % n
 
 
 def series_of(atoms: Atoms) -> bytes:
@@ -87,8 +95,13 @@ def find_blocks(series: Sequence[bytes], distances: FloatArray) -> Blocks:
         # Series may be short, such as relaxations of many structures: those of a config_type are
         # tested together as well.
         together = _is_correlated(np.concatenate(r))
-        pairs = zip(of_kind, r, strict=True)
-        some = [rows for rows, of in pairs if together or _is_correlated(of, len(r))]
+        some = of_kind
+        if not together:
+            some = [
+                rows[part]
+                for rows, of in zip(of_kind, r, strict=True)
+                for part in _correlated_parts(len(rows), of, len(r))
+            ]
         if some:
             trajectories += some
             blocks += [correlation_length([distances[rows] for rows in some])] * len(some)
@@ -106,20 +119,52 @@ def find_blocks(series: Sequence[bytes], distances: FloatArray) -> Blocks:
 
 
 def neighbour_correlations(X: FloatArray) -> Float64Array:
-    """Return r = 1 − a/b of each window of a series (n, d); none of windows of equal structures."""
-    n = len(X)
-    windows = np.array_split(np.asarray(X, dtype=np.float64), max(round(n / _WINDOW), 1))
-    r = []
-    for window in windows:
+    """Return r = 1 − a/b of each window of a series (n, d); NaN of windows of equal structures."""
+    edges = _edges(len(X))
+    r = np.full(len(edges) - 1, np.nan)
+    for k, window in enumerate(np.split(np.asarray(X, dtype=np.float64), edges[1:-1])):
         m = len(window)
         everywhere = 2 * m / (m - 1) * window.var(axis=0).sum()
         if everywhere > 0:
-            r.append(1 - np.sum(np.diff(window, axis=0) ** 2) / (m - 1) / everywhere)
-    return np.array(r)
+            r[k] = 1 - np.sum(np.diff(window, axis=0) ** 2) / (m - 1) / everywhere
+    return r
+
+
+def _edges(n: int) -> IntArray:
+    """Return the first structure of each window of n, and n."""
+    return np.linspace(0, n, max(round(n / _WINDOW), 1) + 1).astype(np.intp)
+
+
+def _correlated_parts(n: int, r: Float64Array, n_series: int) -> Iterator[slice]:
+    """Yield the series of n structures if its order has a meaning, or parts of it whose order has.
+
+    The part in which the sum of r − 0.2 is largest is tested as one of all parts that there are;
+    what is before and after it in the same way.
+
+    Parameters
+    ----------
+    n : int
+    r : (n_windows,) array
+    n_series : int
+        Series that are tested.
+    """
+    if _is_correlated(r, n_series):
+        yield slice(0, n)
+        return
+    edges, n_tests, ranges = _edges(n), n_series * len(r) ** 2, [(0, len(r))]
+    while ranges:
+        first, end = ranges.pop()
+        total = np.concatenate([[0.0], np.cumsum(np.nan_to_num(r[first:end] - _LARGE))])
+        b = int(np.argmax(total - np.minimum.accumulate(total)))
+        a = int(np.argmin(total[: b + 1]))
+        if _is_correlated(r[first + a : first + b], n_tests):
+            yield slice(int(edges[first + a]), int(edges[first + b]))
+            ranges += [(first, first + a), (first + b, end)]
 
 
 def _is_correlated(r: Float64Array, n_tests: int = 1) -> bool:
     """Whether the mean of r (n,) of windows is large, and significant by Student's t."""
+    r = r[np.isfinite(r)]
     if len(r) < 2 or r.mean() < _LARGE:
         return False
     error = max(float(r.std(ddof=1)) / len(r) ** 0.5, 1e-3)
