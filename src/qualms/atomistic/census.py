@@ -395,7 +395,7 @@ def _blocks_of_trajectories(census: Census) -> tuple[Sequence[object] | None, in
     log.info(
         f"Consecutive frames: {blocks.n_frames:,} of {len(census.series):,} structures are in the "
         f"order of trajectories. Blocks of up to {blocks.length} frames, {n} groups in all, are in "
-        "or out of a subsample together (groups=None: single structures)."
+        "or out of a subsample together (`groups=None`: single structures)."
     )
     return blocks.groups.tolist(), blocks.length
 

@@ -77,7 +77,7 @@ class Terminal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a log message."""
-        self.info(record.getMessage())
+        self.info(in_options(record.getMessage()))
 
     def info(self, text: str) -> None:
         """Print a message, unless quiet."""

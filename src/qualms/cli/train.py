@@ -167,11 +167,12 @@ def train(
         with naming_files(test_files):
             find_references(held_out, model.settings, species, unknown_species=None)
     evaluations: dict[str, Evaluation] = {}
+    group_key = files["group_key"] or AUTO
     with open_workers(cluster, cluster_config, terminal) as executor:
         with naming_files(places):
             model.fit(
                 frames,
-                groups=None if files["group_key"] == "none" else files["group_key"] or AUTO,
+                groups=None if group_key.lower() == "none" else group_key,
                 progress=terminal.progress() or False,
                 skip_failed=skip_failed,
                 executor=executor,
