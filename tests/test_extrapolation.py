@@ -18,6 +18,7 @@ from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered, si
 from qualms.errors import QualmsWarning
 from qualms.evaluation import Evaluation
 from qualms.report.assessment import assess
+from qualms.report.report import write_report
 from qualms.report.tables import novelty_records, novelty_table
 
 
@@ -132,6 +133,23 @@ def test_unlike_structures_have_a_large_uncertainty_and_a_reason(uncertainty):
         atoms.positions *= 1.2
     symbol = "(p)" if uncertainty == "posterior" else "(ŝ)"
     assert np.mean([symbol in reason for reason in model.predict(stretched).reasons]) > 0.5
+
+
+def test_reports_have_the_reasons_of_the_worst_predictions(by_size, tmp_path):
+    model, small, large = by_size
+    evaluations = evaluate(model, [*small[:15], *large[:3]])
+    written = write_report(tmp_path / "report.html", evaluations)
+    (section,) = written.sections.values()
+    expected = model.predict([*small[:15], *large[:3]]).reasons
+    assert not any(expected[:15])
+    for table in section.worst.values():
+        place, number = table.headers.index("out of distribution"), table.headers.index("structure")
+        assert {int(row[number]) for row in table.rows} >= {15, 16, 17}
+        assert all(row[place] == expected[int(row[number])] for row in table.rows)
+    assert "atoms" in (tmp_path / "report.html").read_text()
+    usual = write_report(tmp_path / "usual.html", evaluate(model, small[:15]))
+    (section,) = usual.sections.values()
+    assert not any("out of distribution" in table.headers for table in section.worst.values())
 
 
 # --- no basis, and bins of novelty ---

@@ -51,6 +51,8 @@ class Evaluation:
     n_unknown: int = 0  #: number of structures with unknown elements, which are left out
     #: (n,): whether the structure of each value is out of distribution, if that is known
     extrapolates: BoolArray | None = None
+    #: why structures are out of distribution, by their number in `structure`
+    reasons: Mapping[int, str] = field(default_factory=dict)
     #: (n,): novelty of the structure of each value, in units of the limit, if it is known
     novelty: Float64Array | None = None
     doubt: str = ""  #: why uncertainties outside the training set mean nothing, if they do not

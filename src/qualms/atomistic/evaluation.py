@@ -411,6 +411,9 @@ def _evaluate_quantity(
         n_unlabelled=references.n_unlabelled,
         n_unknown=references.n_unknown,
         extrapolates=prediction.extrapolates[structure[chosen]],
+        reasons={
+            i: reason for i, reason in zip(used.tolist(), prediction.reasons, strict=True) if reason
+        },
         novelty=prediction.novelty[structure[chosen]],
         doubt=model.record.quantities[name].doubt(settings.keys[name]),
     )

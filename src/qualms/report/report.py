@@ -126,6 +126,8 @@ class Section:
         columns["error"] = [*map(write_number, error, std)]
         ratios = np.abs(error) / std
         columns["|error|/σ"] = [f"{r:.2f}" if r < 1e5 else f"{r:.2e}" for r in ratios]
+        if any(reasons := [e.reasons.get(int(e.structure[i]), "") for i in rows]):
+            columns["out of distribution"] = reasons
         note = f"In {e.units}. " if e.units else ""
         note += "Error: reference minus prediction. Structures and atoms are numbered from 0."
         links = [] if self.map is None else [self.map.link(e, i) for i in rows]
