@@ -659,6 +659,16 @@ def test_posterior_members_alone(molecules, tmp_path):
     covered = np.abs(reference_values(new) - found.mean) < found.std
     assert 0.5 < covered.mean() < 0.85
     assert np.all(np.isfinite(found.interval(0.9, "conformal")))
+    # Far away σ grows as that of models that have subsampled members, too.
+    calibration = model.fitted.calibration
+    assert calibration.posterior > 0 == calibration.alpha
+    assert calibration.excess > 0
+    far = [atoms.copy() for atoms in new]
+    for atoms in far:
+        atoms.positions *= 1.3
+    raw = model.predict(far).uncalibrated.std / [len(atoms) for atoms in far]
+    without = replace(calibration, excess=0.0)
+    assert np.all(calibration.std(raw, 64) > 1.2 * without.std(raw, 64))
     for parts, whole in zip(
         model.predict(new[:3], atoms=True).atoms, found[:3].members, strict=True
     ):

@@ -762,10 +762,13 @@ class SourcesCalibration(Calibration):
         n_members : int or (…) array of int
             Number of members that ŝ is taken over.
         posterior_std, novelty_std : (…) arrays, optional
-            p and q.
+            p and q; ŝ is p if all members are drawn from the posterior.
         n_posterior : int, optional
             Number of posterior members that p is taken over; p is exact if not given.
         """
+        if posterior_std is None and (self.posterior or self.excess):
+            # All members are drawn from the posterior.
+            posterior_std, n_posterior = ensemble_std, None
         s2 = self.expected_square(ensemble_std, n_members, posterior_std, n_posterior)
         n = np.asarray(n_members, dtype=np.float64)
         variance = (self.alpha**2 + self.centre**2 / n) * s2 + self.floor**2
@@ -797,6 +800,8 @@ class SourcesCalibration(Calibration):
         """Return number and weight, a and b, of the subsampled and of the posterior members."""
         n = self.n_subsampled or n_members
         a, b = (self.alpha**2 + self.centre**2 / n) ** 0.5, self.posterior
+        if n == n_members:  # all are of one kind
+            a = float(np.hypot(a, b))
         if not (a or (b and n_members > n)):
             a = b = 1.0  # σ has other sources alone
         return (n, a), (n_members - n, b)

@@ -158,6 +158,7 @@ class FullModelData:
             ensemble_std=self.posterior_std,
             n_members=np.full(n, 1_000_000),  # a standard deviation without sampling error
             weights=np.ones(n),
+            posterior_std=self.posterior_std if self.has_posterior else None,
             novelty_std=self.novelty_std,
             centre=0.0,
             groups=groups,
