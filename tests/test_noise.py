@@ -196,6 +196,21 @@ def test_forces_do_not_make_energies_worse():
     assert errors(found["energy"], found["forces"])[0] < alone + 0.05
 
 
+@pytest.mark.parametrize("least", [0.0, 1e-15])
+def test_forces_that_are_zero_by_symmetry_do_not_count(least):
+    """Not even if rounding has left something of them, in most of the structures."""
+    rng = np.random.default_rng(6)
+    Phi, y, kind, groups = problem(rng, n=40)
+    Phi[:, 10:] = Phi[:, :5]  # no solution with very little noise
+    some = (kind == 0) | (groups < 10)
+    expected = joint_noise(Phi[some], y[some], kind[some] == 1, groups[some])
+    Phi[~some] *= least
+    y[~some] = least * rng.normal(size=np.count_nonzero(~some))
+    found = joint_noise(Phi, y, kind == 1, groups)
+    for name, variance in expected.items():
+        assert found[name] == pytest.approx(variance, rel=3.0)
+
+
 def test_virials_have_a_noise_of_their_own():
     kinds = {"rows": (1, 5, 2), "noise": (0.05, 0.5, 0.01)}
     variances = [joint_noise(*problem(np.random.default_rng(seed), **kinds)) for seed in range(10)]

@@ -40,6 +40,8 @@ from qualms.errors import NumericalError
 from qualms.gp.sparse_gp import cholesky, cholesky_whiten, solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows, weighted_sum
 
+#: Deviations of this share of the largest are rounding.
+_ROUNDING = 1e-10
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
 #: Rows of several quantities that are left out, group by group.
@@ -333,8 +335,9 @@ def select_joint_noise(
 
     def search(limit: float = np.inf) -> tuple[float, ...]:
         def total(decades: Sequence[float]) -> float:
-            errors = terms(decades)
-            return float(errors.sum() + 20 * max(errors[0] - limit, 0.0))
+            errors = terms(decades)  # infinite ones exceed no limit: a score is never NaN
+            excess = errors[0] - limit if errors[0] > limit else 0.0
+            return float(errors.sum() + 20 * excess)
 
         return _pattern_search(total, starts, fixed_decades, highest)
 
@@ -360,11 +363,11 @@ def select_joint_noise(
 def _usual_square(y: Float64Array, groups: IntArray) -> float:
     """Return the median over groups of the mean square about the median of all.
 
-    Robust against a few large values, also in the mean. Groups without any deviation, such as
-    crystals whose forces are zero by symmetry, do not count.
+    Robust against a few large values, also in the mean. Groups without any deviation but rounding,
+    such as crystals whose forces are zero by symmetry, do not count.
     """
     squares = group_means((y - np.median(y)) ** 2, groups)
-    squares = squares[squares > 0]
+    squares = squares[squares > _ROUNDING**2 * squares.max(initial=0.0)]
     return float(np.median(squares)) if len(squares) else 1.0
 
 
