@@ -473,6 +473,18 @@ def test_outliers_are_found_worst_first():
     assert find_outliers(y, y - predicted, 1e3 * std, structure, alone).tolist() == [20, 7]
 
 
+def test_forces_that_are_zero_by_symmetry_make_no_others_outliers():
+    n, per = 60, 6
+    rng = np.random.default_rng(0)
+    predicted, structure = rng.normal(size=n * per), np.repeat(np.arange(n), per)
+    size = np.where(structure < 40, 1e-15, 1.0)  # rounding, in most structures
+    y, std = size * (predicted + 0.1 * rng.normal(size=n * per)), 0.1 * size
+    assert not len(find_outliers(y, y - size * predicted, std, structure, np.arange(n)))
+    y[[7 * per, 50 * per]] = 500.0
+    found = find_outliers(y, y - size * predicted, std, structure, np.arange(n))
+    assert sorted(found) == [7, 50]
+
+
 def test_duplicates_of_one_structure_are_no_scale_of_errors(molecules):
     frames = copies([*molecules[:30], *[molecules[0]] * 30])
     with pytest.warns(QualmsWarning, match="duplicates") as caught:

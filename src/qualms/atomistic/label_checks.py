@@ -33,7 +33,7 @@ from qualms.atomistic.quantities import KINDS, TARGET
 from qualms.atomistic.settings import Settings
 from qualms.errors import counted, warn
 from qualms.gp.ensemble import fit_rows
-from qualms.gp.noise import group_means
+from qualms.gp.noise import SMALLEST_LABEL, group_means
 
 #: Structures from which energies are informative.
 _ENOUGH = 10
@@ -280,7 +280,8 @@ def find_outliers(
 
     Scales are medians over different structures, which a few wrong labels do not change: an error
     is far larger than those of others or, if wrong labels have spoilt the whole model, the label
-    itself and its error are far outside the range of labels.
+    itself and its error are far outside the range of labels. Structures whose labels are rounding,
+    such as forces on a perfect crystal, are no scale of others.
 
     Parameters
     ----------
@@ -294,16 +295,17 @@ def find_outliers(
     """
     codes, where, rows = np.unique(structure, return_inverse=True, return_counts=True)
     kinds = np.unique(copies[codes], return_inverse=True)[1]
-    if kinds.max(initial=0) + 1 < _ENOUGH:
-        return codes[:0]
-
-    def typical(values: Float64Array) -> float:
-        return float(np.median(group_means(values, kinds)))
-
     deviation = np.abs(y - np.median(group_means(y, kinds[where])))
     z, s, deviation = (
         np.sqrt(np.bincount(where, weights=v**2) / rows) for v in (residuals, std, deviation)
     )
+    has_label = deviation > (SMALLEST_LABEL if np.any(deviation > SMALLEST_LABEL) else 0.0)
+    if len(np.unique(kinds[has_label])) < _ENOUGH:
+        return codes[:0]
+
+    def typical(values: Float64Array) -> float:
+        return float(np.median(group_means(values[has_label], kinds[has_label])))
+
     least = max(1e-9 * float(np.median(np.abs(y))), _TINY)  # rounding
     usual, spread = (max(typical(v), least) for v in (z, deviation))
     t = z / np.maximum(s, _TINY)

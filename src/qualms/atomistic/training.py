@@ -107,7 +107,7 @@ from qualms.gp.ensemble import (
     resolve_centre,
     with_points,
 )
-from qualms.gp.noise import group_means, typical_log
+from qualms.gp.noise import SMALLEST_LABEL, group_means, typical_log
 from qualms.gp.representatives import LANDMARKS
 from qualms.gp.sparse_gp import leave_out, novelty_without_own
 from qualms.gp.sums import Draw, sums_size
@@ -128,9 +128,9 @@ _FEW_LABELS, _MOST_PRODUCTS = 1000, 75_000
 #: take twice the time, and the ratio of two errors of some thousand rows is uncertain by a few per
 #: cent.
 _GAIN = {"fast": 0.05, "default": 0.05, "best": 0.0}
-#: Components on which members agree to this share of the largest label, or to this number, are zero
-#: by symmetry.
-_ROUNDING, _TINY = 1e-10, 1e-12
+#: Components on which members agree to this share of the largest label, or to `SMALLEST_LABEL`, are
+#: zero by symmetry.
+_ROUNDING = 1e-10
 
 
 def fit(
@@ -880,7 +880,7 @@ def asymmetric(of: OutOfBagRows) -> BoolArray:
 def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:
     """Return which components (n,) members (n, N_R) do not agree on to rounding."""
     largest = float(np.abs(y).max(initial=0.0))
-    return np.asarray(np.ptp(members, axis=1) > max(_ROUNDING * largest, _TINY))
+    return np.asarray(np.ptp(members, axis=1) > max(_ROUNDING * largest, SMALLEST_LABEL))
 
 
 def _pooled(quantity: Quantity, std: Float64Array) -> Float64Array:

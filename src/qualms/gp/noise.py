@@ -29,6 +29,7 @@ import scipy.linalg
 from scipy.optimize import brentq
 
 from qualms.arrays import (
+    BoolArray,
     Float64Array,
     FloatArray,
     IntArray,
@@ -40,8 +41,8 @@ from qualms.errors import NumericalError
 from qualms.gp.sparse_gp import cholesky, cholesky_whiten, solve_projected_process
 from qualms.gp.sums import BlockSums, KeptRows, RowSums, sum_rows, weighted_sum
 
-#: Deviations of this share of the largest are rounding.
-_ROUNDING = 1e-10
+#: Smaller labels are rounding. Not relative to others: a few may be wrong by any factor.
+SMALLEST_LABEL = 1e-12
 #: Columns of Φ from which on noise variances are searched rather than all compared.
 _MANY_COLUMNS = 6_000
 #: Rows of several quantities that are left out, group by group.
@@ -253,7 +254,9 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
     some = some[np.argsort(codes[some], kind="stable")]
     edges = np.flatnonzero(np.diff(codes[some], prepend=-1, append=-1))
     Phi, y, kinds, codes = kept.Phi[some], kept.y[some, 0], kinds[some], codes[some]
-    counts = np.array([len(np.unique(codes[kinds == k])) for k in range(len(totals))])
+    of_kinds = [np.flatnonzero(kinds == k) for k in range(len(totals))]
+    of_kinds = [rows[_above_rounding(y[rows], codes[rows])] for rows in of_kinds]
+    counts = np.array([len(np.unique(codes[rows])) for rows in of_kinds])
 
     def errors(*variances: float) -> Float64Array:
         ratios = [variances[0] / variance for variance in variances]
@@ -266,13 +269,20 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
             values, U = np.linalg.eigh(d[:, None] * G * d)
             solved = U @ ((U.T @ (d * z[a:b])) / np.maximum(1 - values, _EPS))
             z[a:b] += G @ (d * solved)
-        logs = [
-            typical_log(group_means(np.abs(z[kinds == k]), codes[kinds == k]))
-            for k in range(len(totals))
-        ]
+        logs = [typical_log(group_means(np.abs(z[rows]), codes[rows])) for rows in of_kinds]
         return np.asarray(logs * (counts / counts.max()))
 
     return errors
+
+
+def _above_rounding(y: Float64Array, groups: IntArray) -> BoolArray:
+    """Return which rows (n,) are of groups whose labels are not rounding; all, if all seem to be.
+
+    Forces on crystals that are zero by symmetry say nothing of any noise.
+    """
+    codes = np.unique(groups, return_inverse=True)[1]
+    above = group_means(np.abs(y), codes) > SMALLEST_LABEL
+    return np.asarray(above[codes]) if above.any() else np.ones(len(y), dtype=bool)
 
 
 def typical_log(errors: Float64Array) -> float:
@@ -363,12 +373,14 @@ def select_joint_noise(
 def _usual_square(y: Float64Array, groups: IntArray) -> float:
     """Return the median over groups of the mean square about the median of all.
 
-    Robust against a few large values, also in the mean. Groups without any deviation but rounding,
-    such as crystals whose forces are zero by symmetry, do not count.
+    Robust against a few large values, also in the mean. Groups without any deviation but rounding
+    do not count.
     """
     squares = group_means((y - np.median(y)) ** 2, groups)
-    squares = squares[squares > _ROUNDING**2 * squares.max(initial=0.0)]
-    return float(np.median(squares)) if len(squares) else 1.0
+    for least in (SMALLEST_LABEL**2, 0.0):
+        if np.any(squares > least):
+            return float(np.median(squares[squares > least]))
+    return 1.0
 
 
 def _pattern_search(
