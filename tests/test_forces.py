@@ -564,6 +564,37 @@ def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():
             assert np.all(np.isfinite(values))
 
 
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")  # there is little to learn
+@pytest.mark.parametrize("uncertainty", ["subsampling", "posterior"])
+@pytest.mark.parametrize("basis", ["labels", "environments"])
+def test_forces_that_are_all_zero_by_symmetry_are_not_calibrated(basis, uncertainty):
+    crystals = [
+        labelled_by_emt(bulk("Cu", a=float(a), cubic=True)) for a in np.linspace(3.5, 3.8, 12)
+    ]
+    model = make_force_model(basis=basis, uncertainty=uncertainty, n_members=16).fit(crystals)
+    atoms = bulk("Cu", cubic=True)
+    atoms.rattle(0.05, seed=0)
+    assert np.all(model.predict([atoms], forces=True).forces.std < 1.0)
+
+
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
+@pytest.mark.parametrize("basis", ["labels", "environments"])
+def test_perfect_crystals_do_not_hide_the_forces_of_others(basis):
+    crystals = [bulk("Cu", a=float(a), cubic=True) for a in np.linspace(3.6, 3.9, 12)]
+    moved, rng = [], np.random.default_rng(0)
+    for _ in range(12):
+        atoms = bulk("Cu", a=rng.uniform(3.7, 4.0), cubic=True)
+        atoms.positions += 0.1 * rng.normal(size=(4, 3))
+        moved.append(atoms)
+    frames = [labelled_by_emt(atoms) for atoms in crystals + moved]
+    soap = {"cutoff": 4.5, "pseudo_species": None}
+    settings = {"representation": soap, "n_representatives": "auto", "calibration": "none"}
+    model = make_force_model(basis=basis, **settings).fit(frames[:15])
+    forces = np.concatenate([atoms.arrays["force"] for atoms in frames[15:]])
+    errors = model.predict(frames[15:], forces=True).forces.mean - forces
+    assert np.abs(errors).mean() < 0.1 * np.abs(forces).mean()
+
+
 @pytest.mark.parametrize("basis", ["labels", "environments"])
 def test_a_single_labelled_structure_is_rejected(basis):
     with rejects("frames"):

@@ -867,14 +867,12 @@ def _spread(of: OutOfBagRows, y: Float64Array) -> float:
 
 
 def asymmetric(of: OutOfBagRows) -> BoolArray:
-    """Return which components (n,) are not zero by symmetry; all, if all seem to be."""
+    """Return which components (n,) are not zero by symmetry."""
     if of.members.shape[1] or of.full is None:
-        apart = not_zero_by_symmetry(of.quantity.y, of.members)
-    else:
-        p = of.full.posterior_std
-        # A variance of zero, to rounding, has this standard deviation.
-        apart = p > _ROUNDING**0.5 * p.max(initial=0.0)
-    return apart if apart.any() else np.ones(len(apart), dtype=bool)
+        return not_zero_by_symmetry(of.quantity.y, of.members)
+    p = of.full.posterior_std
+    # A variance of zero, to rounding, has this standard deviation.
+    return np.asarray(p > max(_ROUNDING**0.5 * p.max(initial=0.0), SMALLEST_LABEL))
 
 
 def not_zero_by_symmetry(y: Float64Array, members: Float64Array) -> BoolArray:

@@ -255,8 +255,8 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
     edges = np.flatnonzero(np.diff(codes[some], prepend=-1, append=-1))
     Phi, y, kinds, codes = kept.Phi[some], kept.y[some, 0], kinds[some], codes[some]
     of_kinds = [np.flatnonzero(kinds == k) for k in range(len(totals))]
-    of_kinds = [rows[_above_rounding(y[rows], codes[rows])] for rows in of_kinds]
     counts = np.array([len(np.unique(codes[rows])) for rows in of_kinds])
+    of_kinds = [rows[_above_rounding(y[rows], codes[rows])] for rows in of_kinds]
 
     def errors(*variances: float) -> Float64Array:
         ratios = [variances[0] / variance for variance in variances]
