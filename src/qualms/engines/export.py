@@ -136,6 +136,8 @@ def export(
             f"`types` are types of atoms in LAMMPS; {to} takes the elements from its template.",
             parameter="types",
         )
+    if types is not None and not types:
+        raise InputError("`types` are empty: name the element of each.", parameter="types")
     check_not_input(output, model)
     _check(check_input(model, "model"), types)
     text = ENGINES[to].template.format(
@@ -148,7 +150,10 @@ def export(
     )
     with atomic_output(output, force=force, mode="w") as file:
         file.write(text)
-    return ENGINES[to].usage.format(name=Path(output).name)
+    name = Path(output).name
+    # LAMMPS takes the first word alone.
+    quoted = f'"{name}"' if to == "lammps" and re.search(r"\s", name) else name
+    return ENGINES[to].usage.format(name=quoted)
 
 
 def _check(path: Path, types: Sequence[str] | None) -> None:

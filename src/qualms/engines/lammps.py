@@ -213,7 +213,8 @@ def elements_of(lmp: Any) -> list[str]:
         if nearest == 0 or abs(atomic_masses[nearest] - mass) > _SAME_MASS:
             raise InputError(
                 f"Type {kind} has the mass {mass:g}, which is that of no element. Set the masses "
-                "before, or name the element of each type with `elements`.",
+                "before, or name the element of each type with `elements`, or with `types` where "
+                "the file is exported.",
                 parameter="elements",
             )
         found.append(chemical_symbols[nearest])
