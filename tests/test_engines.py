@@ -129,9 +129,8 @@ def test_command(model_file, tmp_path, monkeypatch):
     assert "['Cu', 'Al']" in Path("out.lmp").read_text()
     spaced = qualms("export --to lammps -o 'of copper.lmp' --json", model_file)
     assert spaced.document["usage"] == 'include "of copper.lmp"'
-    for wrong in (
-        "--to gromacs", "--to lammps --types 'Cu H'", "--to lammps --types ''", "--to ipi --types Cu",
-    ):  # fmt: skip
+    of_lammps = ["--to lammps --types 'Cu H'", "--to lammps --types ''"]
+    for wrong in ("--to gromacs", *of_lammps, "--to ipi --types Cu"):
         ended = qualms(f"export {wrong} -o wrong.lmp", model_file)
         assert ended.code == 2
         assert not Path("wrong.lmp").exists()

@@ -564,6 +564,15 @@ def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():
             assert np.all(np.isfinite(values))
 
 
+def test_few_labels_are_all_in_the_basis_if_some_structures_have_few():
+    frames = copies(alloys()[:26])
+    for atoms in frames[::2]:
+        del atoms.arrays["force"]
+    model = make_force_model(basis="labels", n_representatives="auto", n_members=16).fit(frames)
+    # Forces on the four atoms of a structure sum to zero, and some combinations depend on others.
+    assert 26 + 13 * 8 < model.record.effective_rank <= 26 + 13 * 9
+
+
 @pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")  # there is little to learn
 @pytest.mark.parametrize("uncertainty", ["subsampling", "posterior"])
 @pytest.mark.parametrize("basis", ["labels", "environments"])

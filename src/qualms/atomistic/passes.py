@@ -391,9 +391,8 @@ def combine_labels(
     workers : Workers
     stages : Stages
     """
-    data, M = problem.data, problem.n_representatives
-    edges = np.linspace(0, M, len(data.source) + 1).round().astype(np.intp)
-    counts = np.minimum(np.diff(edges), data.rows_of_structures)
+    data = problem.data
+    counts = shares(problem.n_representatives, data.rows_of_structures)
     chosen = np.flatnonzero(counts)
     pieces = np.array_split(chosen, -(-int(counts.sum()) // _COMBINED))
     parts = [(data.take(some), counts[some]) for some in pieces if len(some)]
@@ -423,6 +422,16 @@ def combine_labels(
 def _label_terms(representation: Representation) -> list[KernelTerm]:
     """Return the terms of a kernel without representatives."""
     return kernel_terms(representation, np.empty((0, representation.n_features)))
+
+
+def shares(n: int, most: IntArray) -> IntArray:
+    """Return numbers with the sum n, as equal as they can be without exceeding `most` (k,)."""
+    counts, n = np.zeros_like(most), min(n, int(most.sum()))
+    while left := n - int(counts.sum()):
+        (room,) = np.nonzero(counts < most)
+        edges = np.linspace(0, left, len(room) + 1).round().astype(np.intp)
+        counts[room] = np.minimum(counts[room] + np.diff(edges), most[room])
+    return counts
 
 
 def _combine_part(
