@@ -138,6 +138,19 @@ def test_a_warning_is_issued_when_the_limit_is_crossed(committee, atoms):
         atoms.get_potential_energy()
 
 
+def test_steps_without_uncertainties_of_forces_repeat_no_warning(force_model, hot):
+    hot.calc = Calculator(force_model, Watch(1e-9), forces_uncertainty_every=2)
+    with pytest.warns(QualmsWarning, match="beyond"):
+        hot.get_forces()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", QualmsWarning)
+        for _ in range(4):
+            hot.positions[0] += 1e-6
+            hot.get_potential_energy()
+            hot.get_forces()
+    assert hot.calc.watch.trusted is None
+
+
 @pytest.mark.parametrize("share", [0.99, 1.01])
 def test_an_error_stops_a_simulation_whatever_the_orientation(committee, atoms, share):
     std = lengths(committee.predict([atoms], forces=True).forces.std)

@@ -32,11 +32,13 @@ Action = Callable[[Atoms, UncertaintyError], object]
 _DEFAULT = "1.5 rmse"
 _MULTIPLE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:[x×*]\s*)?rmse\s*", re.IGNORECASE)
 _UNITS = {"energy": "eV per atom", "forces": "eV/Å", "novelty": ""}
-_NAMES = {
-    "energy": "energy_uncertainty per atom",
+#: Results that have the quantities.
+_RESULTS = {
+    "energy": "energy_uncertainty",
     "forces": "forces_uncertainty",
-    "novelty": "novelty",
+    "novelty": "atom_novelty",
 }
+_NAMES = _RESULTS | {"energy": "energy_uncertainty per atom", "novelty": "novelty"}
 #: What a structure keeps beside species, positions and cell.
 _STATES = CHARGES.keys() | SPINS.keys()
 _ARRAYS = {"numbers", "positions", "tags", "initial_charges", "initial_magmoms"}
@@ -180,10 +182,12 @@ class Watch:
                 reported.add("")
                 self._n_steps += 1
                 self.trusted = self._present or self.trusted
-                self._present = atoms.copy()
+                self._present = None
             errors = self._errors(atoms, results)
             if not errors:
-                self._is_beyond = False
+                # Structures without these results, such as forces, are not within the limits.
+                if all(_RESULTS[name] in results for name in self._limits):
+                    self._present, self._is_beyond = atoms.copy(), False
                 return None
             self._present = None
             first = max(errors, key=lambda error: error.value / error.limit)
@@ -340,7 +344,7 @@ def _value(name: str, results: Mapping[str, Any], n_atoms: int) -> tuple[float, 
     """Return the quantity that a limit is for, and the atom that it belongs to."""
     if name == "energy":
         return float(results.get("energy_uncertainty", 0.0)) / n_atoms, None
-    values = results.get({"forces": "forces_uncertainty", "novelty": "atom_novelty"}[name])
+    values = results.get(_RESULTS[name])
     if values is None or not len(values):
         return 0.0, None
     of_atoms = force_norm(values) if name == "forces" else values
