@@ -5,7 +5,8 @@ from scipy.optimize import minimize_scalar
 
 from qualms.gp.ensemble import draw_blocks
 from qualms.gp.noise import (
-    left_out_error,
+    excess_of,
+    left_out_errors,
     noise_grid,
     select_joint_noise,
     select_noise,
@@ -129,7 +130,7 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
     Phi, y, is_force, groups = Phi[few], y[few], kind[few] == 1, groups[few]
     kinds = (np.flatnonzero(~is_force), np.flatnonzero(is_force))
     kept, sums = observed(Phi, y, dict(zip(("energy", "forces"), kinds, strict=True)), groups)
-    errors = left_out_error(kept, sums, 0.7)
+    errors = left_out_errors(kept, sums, 0.7)
     for of_forces in (1 / 0.3, 0.0):
         z = np.empty(len(y))
         for group in range(20):  # energy and forces
@@ -140,7 +141,9 @@ def test_left_out_errors_are_those_of_models_without_the_structures():
         # A kind counts by the groups that have it.
         energies, forces = (score_of_groups(z[rows], groups[rows]) for rows in kinds)
         found = errors(0.02, 1 / of_forces if of_forces else np.inf)
-        np.testing.assert_allclose(found, [energies, 8 / 20 * forces], atol=1e-9)
+        assert [len(of_groups) for of_groups in found] == [20, 8]
+        means = [of_groups.mean() for of_groups in found]
+        np.testing.assert_allclose(means, [energies, 8 / 20 * forces], atol=1e-9)
 
 
 def test_the_score_has_no_units_and_no_group_decides_alone():
@@ -169,16 +172,38 @@ def test_both_kinds_keep_small_errors():
     y = Phi @ w + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
     rows = {"energy": np.flatnonzero(~is_force), "forces": np.flatnonzero(is_force)}
-    errors = left_out_error(*observed(Phi, y, rows, groups), 1.0)
+    errors = left_out_errors(*observed(Phi, y, rows, groups), 1.0)
 
     def score(*variances):
-        return errors(*variances).sum()
+        return sum(of_groups.mean() for of_groups in errors(*variances))
 
     least = score(found["energy"], found["forces"])
     # Three decades that gain less than three per cent are no reason to go there.
     for factor in (1e-3, 1e3):
         assert least <= score(factor * found["energy"], found["forces"]) + 0.03
         assert least <= score(found["energy"], factor * found["forces"]) + 0.03
+
+
+def test_differences_within_their_standard_error_do_not_count():
+    a = np.random.default_rng(0).normal(size=50)
+    d = np.tile([0.1, 0.5], 25)
+    error = d.std(ddof=1) / np.sqrt(50)
+    for sign in (-1, 1):
+        assert excess_of(a + sign * d, a) == pytest.approx(sign * (0.3 - error))
+    assert excess_of(a + d - 0.3 + 0.9 * error, a) == 0
+    assert excess_of(a[:1] + 9, a[:1]) == excess_of(a[:0], a[:0]) == 0
+
+
+def test_chance_in_few_energies_does_not_decide_on_forces():
+    """The noise of 600 force rows scatters little, although that of 20 energies does."""
+    found = []
+    for seed in range(12):
+        Phi, y, kind, groups = problem(
+            np.random.default_rng(seed), n=20, r=200, rows=(1, 30), noise=(0.05, 0.1)
+        )
+        found.append(joint_noise(Phi, y, kind, groups)["forces"] ** 0.5)
+    low, high = np.quantile(found, [0.1, 0.9])
+    assert high < 2 * low
 
 
 def test_forces_do_not_make_energies_worse():
@@ -191,9 +216,9 @@ def test_forces_do_not_make_energies_worse():
     y = np.where(is_force, Phi @ w[:, 1], Phi @ w[:, 0]) + noise * rng.normal(size=len(Phi))
     found = joint_noise(Phi, y, is_force, groups)
     rows = {"energy": np.flatnonzero(~is_force), "forces": np.flatnonzero(is_force)}
-    errors = left_out_error(*observed(Phi, y, rows, groups), 1.0)
-    alone = min(errors(v, np.inf)[0] for v in np.geomspace(1e-6, 1.0, 13))
-    assert errors(found["energy"], found["forces"])[0] < alone + 0.05
+    errors = left_out_errors(*observed(Phi, y, rows, groups), 1.0)
+    alone = min(errors(v, np.inf)[0].mean() for v in np.geomspace(1e-6, 1.0, 13))
+    assert errors(found["energy"], found["forces"])[0].mean() < alone + 0.05
 
 
 @pytest.mark.parametrize("least", [0.0, 1e-15])

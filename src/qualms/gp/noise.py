@@ -12,9 +12,11 @@ with L Lᵀ = ΦᵀΦ + σ².
 
 Several quantities (energies, forces and virials) have a noise variance each. Their errors have
 different units and sizes, so the criterion is the sum of the logarithms of typical errors of groups
-that are left out, see `left_out_error`, which is minimised by a pattern search. Errors of the first
-quantity must not become larger than without the others: if they do, the excess counts several
-times.
+that are left out, see `left_out_errors`, which is minimised by a pattern search. Two sets of
+variances are compared group by group, and differences count as far as they exceed their standard
+error: the errors of tens of energies are known to 20 or 30 per cent, those of their forces to a
+few. Errors of the first quantity must not become larger than without the others: if they do, the
+excess counts several times.
 """
 
 from __future__ import annotations
@@ -221,11 +223,16 @@ def group_means(values: Float64Array, groups: IntArray) -> Float64Array:
     return means
 
 
-def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..., Float64Array]:
-    """Return the function of the variances of all quantities whose sum (k,) is minimised.
+#: Logarithms of the errors of groups (G,), of each quantity: see `log_errors`.
+_Errors = list[Float64Array]
 
-    It is `typical_log` of the mean absolute errors of groups left out, quantity by quantity; one
-    that fewer groups have counts less. Quantities of infinite variance are not learned from.
+
+def left_out_errors(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..., _Errors]:
+    """Return the function of the variances of all quantities whose values are to be small.
+
+    They are `log_errors` of the mean absolute errors of groups left out, quantity by quantity; of
+    one that fewer groups have, they are smaller in proportion. Quantities of infinite variance are
+    not learned from.
 
     Without the rows g of a group, of weights W = σ²/σ_k², A = ΦᵀWΦ + σ² is smaller by Φ_gᵀWΦ_g, and
     by the Woodbury identity the residuals are (1 − GW)⁻¹(y_g − ŷ_g), with G = Φ_g A⁻¹ Φ_gᵀ. Random
@@ -258,7 +265,7 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
     counts = np.array([len(np.unique(codes[rows])) for rows in of_kinds])
     of_kinds = [rows[_above_rounding(y[rows], codes[rows])] for rows in of_kinds]
 
-    def errors(*variances: float) -> Float64Array:
+    def errors(*variances: float) -> _Errors:
         ratios = [variances[0] / variance for variance in variances]
         model = solve_projected_process(weighted_sum(totals, ratios), variances[0] / prior)
         V, root = cholesky_whiten(model.factor, Phi.T), np.sqrt(np.array(ratios)[kinds])
@@ -269,10 +276,21 @@ def left_out_error(kept: KeptRows, sums: BlockSums, prior: float) -> Callable[..
             values, U = np.linalg.eigh(d[:, None] * G * d)
             solved = U @ ((U.T @ (d * z[a:b])) / np.maximum(1 - values, _EPS))
             z[a:b] += G @ (d * solved)
-        logs = [typical_log(group_means(np.abs(z[rows]), codes[rows])) for rows in of_kinds]
-        return np.asarray(logs * (counts / counts.max()))
+        return [
+            share * log_errors(group_means(np.abs(z[rows]), codes[rows]))
+            for share, rows in zip(counts / counts.max(), of_kinds, strict=True)
+        ]
 
     return errors
+
+
+def excess_of(errors: Float64Array, others: Float64Array) -> float:
+    """Return the mean difference of errors (G,) from others, less its standard error if larger."""
+    if len(errors) < 2:
+        return 0.0
+    difference = errors - others
+    mean, error = difference.mean(), difference.std(ddof=1) / math.sqrt(len(difference))
+    return float(np.sign(mean) * max(abs(mean) - error, 0.0))
 
 
 def _above_rounding(y: Float64Array, groups: IntArray) -> BoolArray:
@@ -286,13 +304,18 @@ def _above_rounding(y: Float64Array, groups: IntArray) -> BoolArray:
 
 
 def typical_log(errors: Float64Array) -> float:
-    """Return min_s mean [2 ln(a + s) − ln s], for the errors a ≥ 0 of groups (G,); 0 of none.
+    """Return min_s mean [2 ln(a + s) − ln s], for the errors a ≥ 0 of groups (G,); 0 of none."""
+    return float(log_errors(errors).mean()) if len(errors) else 0.0
+
+
+def log_errors(errors: Float64Array) -> Float64Array:
+    """Return 2 ln(a + s) − ln s for the errors a ≥ 0 of groups, with s of the least mean: (G,).
 
     There the mean of a/(a + s) is one half. It falls with s, from one half or more at the smallest
     error to one half or less at the largest.
     """
     if not len(errors):
-        return 0.0
+        return np.zeros(0)
     a = np.maximum(errors, np.finfo(np.float64).tiny)
 
     def excess(log_scale: float) -> float:
@@ -301,7 +324,7 @@ def typical_log(errors: Float64Array) -> float:
     low, high, same = math.log(a.min()), math.log(a.max()), 1e-9
     with np.errstate(over="ignore"):
         scale = low if high - low < same else brentq(excess, low - same, high + same)
-    return float(2 * np.mean(np.log(a + math.exp(scale))) - scale)
+    return np.asarray(2 * np.log(a + math.exp(scale)) - scale)
 
 
 def select_joint_noise(
@@ -331,25 +354,29 @@ def select_joint_noise(
     rows, y, groups = kept.rows, kept.y[:, 0], kept.groups
     kinds = tuple(rows.values())
     units = tuple(_usual_square(y[some], groups[some]) for some in kinds)
-    score = left_out_error(kept, sums, prior)
+    errors_of = left_out_errors(kept, sums, prior)
     fixed_decades = [
         math.log10(fixed[name] / unit) if name in fixed else None
         for name, unit in zip(rows, units, strict=True)
     ]
 
-    def terms(decades: Sequence[float]) -> Float64Array:
+    def errors_at(decades: Sequence[float]) -> _Errors | None:
         try:
-            return score(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
+            return errors_of(*(unit * 10**d for unit, d in zip(units, decades, strict=True)))
         except NumericalError:  # so little noise that it is lost in rounding
-            return np.full(len(units), np.inf)
+            return None
 
-    def search(limit: float = np.inf) -> tuple[float, ...]:
-        def total(decades: Sequence[float]) -> float:
-            errors = terms(decades)  # infinite ones exceed no limit: a score is never NaN
-            excess = errors[0] - limit if errors[0] > limit else 0.0
-            return float(errors.sum() + 20 * excess)
+    def search(alone: Float64Array | None = None) -> tuple[float, ...]:
+        def excess(errors: _Errors | None, others: _Errors | None) -> float:
+            if errors is None or others is None:
+                return 0.0 if others is errors else np.inf if errors is None else -np.inf
+            total = sum(map(excess_of, errors, others))
+            if alone is not None:
+                beyond = [max(excess_of(of[0], alone), 0.0) for of in (errors, others)]
+                total += 20 * (beyond[0] - beyond[1])
+            return total
 
-        return _pattern_search(total, starts, fixed_decades, highest)
+        return _pattern_search(errors_at, excess, starts, fixed_decades, highest)
 
     # Decades by which the mean square is larger than the usual one, if it is.
     squares = [np.mean(y[some] ** 2) for some in kinds]
@@ -359,13 +386,15 @@ def select_joint_noise(
     guess = np.array([-4.0] + [-3.0] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
     decades = search()
-    if fixed_decades[0] is None:
+    found = errors_at(decades)
+    if fixed_decades[0] is None and found is not None:
         others = [np.inf] * (len(rows) - 1)
-        alone = {decades[0] + d: terms((decades[0] + d, *others))[0] for d in range(-2, 3)}
-        energy = min(alone, key=alone.__getitem__)
-        if terms(decades)[0] > alone[energy] + 0.02:
+        energies = [decades[0] + d for d in range(-2, 3)]
+        tried = {d: errors[0] for d in energies if (errors := errors_at((d, *others)))}
+        energy = min(tried, key=lambda d: tried[d].sum())
+        if excess_of(found[0], tried[energy]) > 0.02:
             starts = [np.array(decades), np.array([energy, *highest[1:]])]
-            decades = search(alone[energy])
+            decades = search(tried[energy])
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
     return {**selected, **fixed}
 
@@ -384,23 +413,27 @@ def _usual_square(y: Float64Array, groups: IntArray) -> float:
 
 
 def _pattern_search(
-    score: Callable[[Sequence[float]], float],
+    errors_at: Callable[[Sequence[float]], _Errors | None],
+    excess: Callable[[_Errors | None, _Errors | None], float],
     starts: Sequence[Float64Array],
     fixed: Sequence[float | None],
     highest: Float64Array,
 ) -> tuple[float, ...]:
     """Minimise on a grid of decades that becomes finer, from the best start; fixed ones stay.
 
-    Not `scipy.optimize`: the score is flat over decades, and steps that gain less than one per cent
-    of the errors of one quantity for each decade must not be taken. With three variances the valley
-    is long where all change alike, which changes the prior only: so that is a step, too.
+    Not `scipy.optimize`: the errors are flat over decades, and steps that gain less than one per
+    cent of the errors of one quantity for each decade must not be taken. With three variances the
+    valley is long where all change alike, which changes the prior only: so that is a step, too.
     """
     first = [
         tuple(float(d) if f is None else f for d, f in zip(start, fixed, strict=True))
         for start in starts
     ]
-    scores = {where: score(where) for where in dict.fromkeys(first)}
-    best = min(scores, key=scores.__getitem__)
+    errors = {where: errors_at(where) for where in dict.fromkeys(first)}
+    best, *others = errors
+    for where in others:
+        best = where if excess(errors[where], errors[best]) < 0 else best
+    left = set()  # excesses do not add up, so that the way could lead back
     free = [i for i, value in enumerate(fixed) if value is None]
     moves = [np.eye(len(best))[i] for i in free]
     if len(free) > 2:
@@ -412,8 +445,9 @@ def _pattern_search(
             for move, sign in product(moves, (-1, 1)):
                 trial = np.where(move, np.clip(best + sign * step * move, -12.0, highest), best)
                 where = tuple(trial.tolist())
-                if where not in scores:
-                    scores[where] = score(where)
-                if scores[where] < scores[best] - 0.01 * step:
+                if where not in errors:
+                    errors[where] = errors_at(where)
+                if where not in left and excess(errors[where], errors[best]) < -0.01 * step:
+                    left.add(best)
                     best, moved = where, True
     return best
