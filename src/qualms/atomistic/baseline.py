@@ -32,7 +32,7 @@ from qualms.errors import InputError
 #: 1e-5.
 RCOND = 1e-9
 #: Fractions of species, beside those of the training set, that are rounding.
-_TOLERANCE = 1e-7
+TOLERANCE = 1e-7
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Baseline:
     def is_determined(self, design: Float64Array) -> BoolArray:
         """Return whether the baseline of each row of the design matrix is known: (n,)."""
         outside = design - design @ self.span.T @ self.span
-        return np.asarray(np.abs(outside).max(axis=1) <= _TOLERANCE)
+        return np.asarray(np.abs(outside).max(axis=1) <= TOLERANCE)
 
     def check_compositions(self, frames: Sequence[Atoms], *, first: int = 0) -> None:
         """Reject structures whose baseline is not known; the first has the number `first`."""

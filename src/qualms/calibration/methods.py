@@ -412,7 +412,7 @@ class StudentCalibration(Calibration):
 # --- shrinkage ------------------------------------------------------------------------------------
 
 #: Nodes of the quadrature of shrinkage.
-_NODES = np.linspace(-4.5, 4.5, 61)
+NODES = np.linspace(-4.5, 4.5, 61)
 #: Points that are integrated at once, whose arrays fit in the cache.
 _CHUNK = 512
 #: Size of the subset that the start of a larger fit of shrinkage is taken from.
@@ -544,10 +544,10 @@ def _quadrature(
     precision = 2 * nu + tau**-2
     center = (2 * nu * log_s + m / tau**2) / precision
     width = 1 / np.sqrt(precision)
-    u = center + width * np.sinh(_NODES)
+    u = center + width * np.sinh(NODES)
     log_q = np.log(nu) + 2 * (log_s - u)
     q = np.exp(log_q)
-    log_step = np.log(2 * (_NODES[1] - _NODES[0]) * np.cosh(_NODES)) + np.log(width)
+    log_step = np.log(2 * (NODES[1] - NODES[0]) * np.cosh(NODES)) + np.log(width)
     constant = gammaln(nu / 2) + 0.5 * nu * np.log(2)
     log_weight = 0.5 * (nu * log_q - q) + (log_step - constant)
     return u, nu * ensemble_std[:, None] ** 2 / q, log_weight

@@ -70,9 +70,10 @@ VERBS = {
         "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
     ),
     "export": (
-        "Write the file by which LAMMPS or i-PI uses a model, with its uncertainties.",
+        "Write the file by which LAMMPS, i-PI or metatomic uses a model, with its uncertainties.",
         "qualms export model.safetensors --to lammps -o qualms.lmp\n\n"
-        "qualms export model.safetensors --to ipi -o qualms_pes.py",
+        "qualms export model.safetensors --to ipi -o qualms_pes.py\n\n"
+        "qualms export model.safetensors --to metatomic -o qualms.pt",
     ),
     "info": ("Describe a model file.", "qualms info model.safetensors"),
     "demo": (

@@ -13,10 +13,14 @@ from qualms.cli.terminal import Terminal
 
 def export(
     model: Model,
-    to: Annotated[str, Option("--to", help="Program that runs the simulation: lammps or ipi.")],
+    to: Annotated[str, Option("--to", help="What runs the simulation: lammps, ipi or metatomic.")],
     output: Annotated[
         Path,
-        Option("--output", "-o", help="File to write, which the input of the program names."),
+        Option(
+            "--output",
+            "-o",
+            help="File to write, which the input of the program names; or a model for metatomic.",
+        ),
     ],
     types: Annotated[
         str | None,
@@ -35,6 +39,6 @@ def export(
     elements = None if types is None else types.replace(",", " ").split()
     usage = write(model, to, output, types=elements, force=force)
     Terminal(quiet=quiet, as_json=as_json).result(
-        f"Wrote {output}. In the input: {usage}",
+        f"Wrote {output}. Use: {usage}",
         document={"output": str(output), "engine": to, "usage": usage},
     )

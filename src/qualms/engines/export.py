@@ -1,7 +1,8 @@
-"""Files that the inputs of LAMMPS and i-PI name: which model, and where qualms is.
+"""Files by which engines use a model.
 
-They are code, which names the model by its path and its digest. What comes from the user stands in
-them as string literals of a few harmless characters.
+Those that the inputs of LAMMPS and i-PI name say which model, and where qualms is. They are code,
+which names the model by its path and its digest. What comes from the user stands in them as string
+literals of a few harmless characters. A model of metatomic is complete, and needs neither.
 """
 
 from __future__ import annotations
@@ -14,15 +15,25 @@ from textwrap import dedent
 from typing import NamedTuple
 
 import qualms
+from qualms.ase import Calculator
+from qualms.atomistic.model import AtomisticModel
 from qualms.engines.calculators import check_elements, make_calculator
 from qualms.errors import InputError, unknown_choice
-from qualms.io.files import AnyPath, atomic_output, check_input, check_not_input, digest_of
+from qualms.features.soap import SoapRepresentation
+from qualms.io.files import (
+    AnyPath,
+    atomic_output,
+    atomic_path,
+    check_input,
+    check_not_input,
+    digest_of,
+)
 
 __all__ = ["ENGINES", "export"]
 
 
 class _Engine(NamedTuple):
-    """How a file for an engine is written, and how it is used."""
+    """How a file for an engine is written, and how it is used; models have no template."""
 
     template: str
     usage: str
@@ -104,6 +115,7 @@ _IPI = dedent('''\
 ENGINES = {
     "lammps": _Engine(_LAMMPS, "include {name}"),
     "ipi": _Engine(_IPI, "<pes>custom</pes> <pes_path>{name}</pes_path>"),
+    "metatomic": _Engine("", "metatomic_ase.MetatomicCalculator({name!r})"),
 }
 del _LAMMPS, _IPI
 
@@ -122,7 +134,7 @@ def export(
     ----------
     model : path
         Of the file that `AtomisticModel.save` wrote. It is named by its absolute path.
-    to : {"lammps", "ipi"}
+    to : {"lammps", "ipi", "metatomic"}
     output : path
     types : sequence of str, optional
         LAMMPS: element of each type of atom; by default those of their masses.
@@ -133,13 +145,21 @@ def export(
         raise unknown_choice("to", to, ENGINES)
     if types is not None and to != "lammps":
         raise InputError(
-            f"`types` are types of atoms in LAMMPS; {to} takes the elements from its template.",
+            f"`types` are types of atoms in LAMMPS; {to} has the elements of atoms.",
             parameter="types",
         )
     if types is not None and not types:
         raise InputError("`types` are empty: name the element of each.", parameter="types")
     check_not_input(output, model)
-    _check(check_input(model, "model"), types)
+    calculator = _check(check_input(model, "model"), types)
+    name = Path(output).name
+    # LAMMPS takes the first word alone.
+    quoted = f'"{name}"' if to == "lammps" and re.search(r"\s", name) else name
+    usage = ENGINES[to].usage.format(name=quoted)
+    if to == "metatomic":
+        with atomic_path(output, force=force) as temporary:
+            _save_for_metatomic(calculator, temporary, digest_of(model))
+        return usage
     text = ENGINES[to].template.format(
         version=qualms.__version__,
         path=literal(str(Path(model).resolve())),
@@ -150,13 +170,10 @@ def export(
     )
     with atomic_output(output, force=force, mode="w") as file:
         file.write(text)
-    name = Path(output).name
-    # LAMMPS takes the first word alone.
-    quoted = f'"{name}"' if to == "lammps" and re.search(r"\s", name) else name
-    return ENGINES[to].usage.format(name=quoted)
+    return usage
 
 
-def _check(path: Path, types: Sequence[str] | None) -> None:
+def _check(path: Path, types: Sequence[str] | None) -> Calculator:
     """Reject a model that the engine could not use, and elements that it does not know."""
     try:
         calculator = make_calculator(path)
@@ -168,6 +185,42 @@ def _check(path: Path, types: Sequence[str] | None) -> None:
             )
         raise
     check_elements(types or (), calculator)
+    return calculator
+
+
+def _save_for_metatomic(calculator: Calculator, path: Path, digest: str) -> None:
+    """Write a model that runs without qualms, if all of it can."""
+    model, engines = calculator.model, "The exports for LAMMPS and i-PI can use it"
+    assert isinstance(model, AtomisticModel)
+    if not isinstance(model.fitted.representation, SoapRepresentation):
+        raise InputError(
+            "The model has other features than SOAP, which a file for metatomic cannot compute. "
+            f"{engines}.",
+            parameter="representation",
+        )
+    if (potential := model.baseline_potential) is not None:
+        raise InputError(
+            f"The model is a difference from the baseline {potential.name}, which a file for "
+            f"metatomic cannot compute. {engines}.",
+            parameter="baseline",
+        )
+    if model.fitted.calibration.needs_novelty:
+        raise InputError(
+            "The uncertainty of the model depends on the novelty q, which a file for metatomic "
+            f"cannot compute. {engines}; or save `AtomisticModel.load(path).with_calibration("
+            "'student')` and export that.",
+            parameter="calibration",
+        )
+    try:
+        from qualms.engines.metatomic import save
+    except ImportError as error:
+        raise InputError(
+            f"Models for metatomic need its package and PyTorch, which cannot be imported "
+            f"({error}): pip install 'qualms[engines]'.",
+            parameter="to",
+        ) from error
+    origin = f"Written by qualms {qualms.__version__}; SHA-256 of the model file: {digest}"
+    save(model.fitted, path, f"{origin}\n{model.summary()}")
 
 
 def literal(text: str) -> str:
