@@ -1,4 +1,4 @@
-"""LAMMPS and i-PI: equal to the ASE calculator, and errors that end in one sentence."""
+"""LAMMPS, i-PI and metatomic: equal to qualms, and errors that end in one sentence."""
 
 import contextlib
 import itertools
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,19 @@ from ase import Atoms, units
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.md.verlet import VelocityVerlet
-from atomistic_fixtures import copies, make_model
+from atomistic_fixtures import (
+    SMOOTH,
+    copies,
+    labelled_alloys,
+    labelled_dimers,
+    make_force_model,
+    make_model,
+)
 from checks import rejects
 from test_cli import qualms
 from test_docs import assert_same_numbers, blocks, commands, run_command, run_python
 
-from qualms import InputError, QualmsWarning
+from qualms import AtomisticModel, InputError, QualmsWarning
 from qualms.ase import Calculator
 from qualms.atomistic.forces import derivatives, shared_by
 from qualms.atomistic.predictions import force_norm
@@ -129,8 +137,9 @@ def test_command(model_file, tmp_path, monkeypatch):
     assert "['Cu', 'Al']" in Path("out.lmp").read_text()
     spaced = qualms("export --to lammps -o 'of copper.lmp' --json", model_file)
     assert spaced.document["usage"] == 'include "of copper.lmp"'
-    of_lammps = ["--to lammps --types 'Cu H'", "--to lammps --types ''"]
-    for wrong in ("--to gromacs", *of_lammps, "--to ipi --types Cu"):
+    of_lammps = ("lammps --types 'Cu H'", "lammps --types ''")
+    wrongs = ("gromacs", *of_lammps, "ipi --types Cu", "metatomic --types Cu")
+    for wrong in (f"--to {words}" for words in wrongs):
         ended = qualms(f"export {wrong} -o wrong.lmp", model_file)
         assert ended.code == 2
         assert not Path("wrong.lmp").exists()
@@ -158,7 +167,7 @@ def unusable(alloys, molecules, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("engine", ["lammps", "ipi"])
+@pytest.mark.parametrize("engine", ["lammps", "ipi", "metatomic"])
 @pytest.mark.parametrize(
     ("name", "parameter"),
     [("dscribe", "engine"), ("hartree", "model"), ("key", "model"), ("path", "baseline")],
@@ -705,6 +714,309 @@ def test_inputs_of_ipi_that_do_not_fit(bench, model_file, tmp_path):
         driver(template=bench / "init.xyz")
 
 
+# --- metatomic ---
+
+has_metatomic = pytest.mark.skipif(
+    find_spec("metatomic") is None or find_spec("metatomic_ase") is None,
+    reason="metatomic is not installed: pip install metatomic-torch",
+)
+TWO_SCALES = [
+    {"cutoff": 3.0, "n_radial": 2, "l_max": 3, "smoothing": 0.5, "radial_scaling": None},
+    {"cutoff": 4.0, "n_radial": 3, "l_max": 1, "smoothing": 0.7, "weight": 2.0},
+]
+#: Settings of models that differ in features, kernel, basis and calibration; without forces, too.
+KINDS = {
+    "labels": {"stress": "virtual"},
+    "environments": {
+        "representation": SMOOTH | {"compression": {"method": "pairs", "n_features": 30}},
+        "basis": "environments",
+        "calibration": "student",
+    },
+    "scales": {
+        "representation": {"scales": TWO_SCALES, "exponent": 3, "normalize": False},
+        "calibration": "shrinkage",
+    },
+    "pseudo-species": {
+        "representation": SMOOTH
+        | {"pseudo_species": 2, "exponent": 2.5, "compression": {"n_features": 12}},
+        "forces": None,
+        "calibration": "power",
+        "uncertainty": "posterior",
+        "n_members": 16,
+    },
+    "posterior": {"uncertainty": "posterior", "n_members": 16},
+    "energies": {"forces": None, "uncertainty": "subsampling", "baseline": "mean"},
+}
+
+
+def strange_structures():
+    """Twenty structures, most of them unlike the alloys: all kinds of boundaries and cells."""
+    rng = np.random.default_rng(5)
+    frames = labelled_alloys(6, seed=9)
+    for pbc in itertools.product([True, False], repeat=3):  # of triclinic cells
+        atoms = bulk("Cu", a=3.8, cubic=True).repeat((1, 2, 1))
+        atoms.symbols[::4] = "Al"
+        atoms.set_cell(atoms.cell.array + 0.3 * rng.normal(size=(3, 3)), scale_atoms=True)
+        atoms.pbc = pbc
+        frames.append(atoms)
+    for size in (1.0, 1.3):
+        frames.append(Atoms("Cu2AlAl", size * 2.4 * np.array([[0, 0, 0], *np.eye(3)])))
+        frames.append(Atoms("CuCuAl", size * 2.6 * np.eye(3), cell=[9, 9, 9], pbc=True))
+    frames += [Atoms("Cu"), Atoms("Cu", cell=[2.9, 3.0, 3.1], pbc=True)]
+    for atoms in frames:
+        atoms.positions += rng.normal(scale=0.1, size=atoms.positions.shape)
+    return frames
+
+
+@pytest.fixture(scope="module")
+def exported(alloys, force_model, tmp_path_factory):
+    """A function of the kind of a model, and its calculator in metatomic."""
+    from metatomic_ase import MetatomicCalculator
+
+    folder, made = tmp_path_factory.mktemp("metatomic"), {}
+
+    def make(kind):
+        if kind not in made:
+            model = force_model
+            if kind != "labels":
+                model = make_force_model(units="eV", **KINDS[kind]).fit(alloys[:26])
+            model.save(folder / f"{kind}.safetensors")
+            export(folder / f"{kind}.safetensors", "metatomic", folder / f"{kind}.pt")
+            options = {"check_consistency": True, "uncertainty_threshold": None}
+            made[kind] = model, MetatomicCalculator(folder / f"{kind}.pt", **options)
+        return made[kind]
+
+    return make
+
+
+def run_metatomic(calculator, frames, kind, *names, selected_atoms=None):
+    """Outputs of a model, of structures or of atoms, as arrays."""
+    from metatomic.torch import ModelOutput
+
+    outputs = {name: ModelOutput(sample_kind=kind) for name in names}
+    found = calculator.run_model(frames, outputs, selected_atoms)
+    return [found[name].block().values.detach().numpy() for name in names]
+
+
+ENERGIES = "energy", "energy_ensemble", "energy_uncertainty"
+
+
+@has_metatomic
+@pytest.mark.filterwarnings("ignore:.*without neighbours")
+@pytest.mark.parametrize("kind", KINDS)
+def test_metatomic_equals_predictions(kind, exported):
+    frames = strange_structures()
+    assert len(frames) == 20
+    model, calculator = exported(kind)
+    expected = model.predict(frames, forces=True, stress=True, atoms=True)
+    energies, members, std = run_metatomic(calculator, frames, "system", *ENERGIES)
+    np.testing.assert_allclose(energies[:, 0], expected.mean, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(members, expected.members, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(std[:, 0], expected.std, rtol=1e-6, atol=1e-9)
+    assert expected.std.max() > 3 * expected.std.min()
+    energies, members, std = run_metatomic(calculator, frames, "atom", *ENERGIES)
+    of_atoms = expected.atoms
+    np.testing.assert_allclose(
+        energies[:, 0], np.concatenate([a.mean for a in of_atoms]), atol=1e-8
+    )
+    np.testing.assert_allclose(members, np.concatenate([a.members for a in of_atoms]), atol=1e-6)
+    np.testing.assert_allclose(std[:, 0], np.concatenate([a.std for a in of_atoms]), atol=1e-6)
+    (std,) = run_metatomic(calculator, frames, "atom", "qualms::forces_uncertainty")
+    np.testing.assert_allclose(std[:, :, 0], expected.forces.std, rtol=1e-6, atol=1e-9)
+    forces, stresses = [], []
+    for atoms in copies(frames):
+        atoms.calc = calculator
+        forces.append(atoms.get_forces())
+        if atoms.cell.rank == 3:
+            stresses.append(atoms.get_stress())
+    np.testing.assert_allclose(np.concatenate(forces), expected.forces.mean, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(stresses, expected.stress.mean, rtol=0, atol=1e-8)
+
+
+@has_metatomic
+def test_metatomic_knows_extrapolation(exported):
+    """Beyond the training set, σ has the excess of the calibration."""
+    model, calculator = exported("labels")
+    calibration, frames = model.fitted.calibration, strange_structures()[6:10]
+    expected = model.predict(frames)
+    drawn = expected.uncalibrated.members[:, calibration.n_subsampled :]
+    p = drawn.std(axis=1, ddof=1) / [len(atoms) for atoms in frames]
+    assert calibration.excess > 0
+    assert p.min() > calibration.onset
+    (std,) = run_metatomic(calculator, frames, "system", "energy_uncertainty")
+    np.testing.assert_allclose(std[:, 0], expected.std, rtol=1e-6)
+
+
+@has_metatomic
+def test_parts_of_structures_in_metatomic(exported):
+    """Energies and forces of selected atoms sum to those of all."""
+    import torch
+    from metatensor.torch import Labels
+
+    _, calculator = exported("scales")
+    frames = strange_structures()[5:9]
+    (whole,) = run_metatomic(calculator, frames, "system", "energy")
+    rng, parts = np.random.default_rng(0), [[], []]
+    for s, atoms in enumerate(frames[1:], 1):
+        for i in range(len(atoms)):
+            parts[int(rng.integers(2))].append([s, i])
+    parts[0] += [[0, i] for i in range(len(frames[0]))]  # the other has none of the first
+    total = 0.0
+    for part in [*parts, []]:  # a process may have no atoms
+        chosen = torch.tensor(part[::-1], dtype=torch.int32).reshape(-1, 2)
+        some = Labels(["system", "atom"], chosen)
+        names = "energy", "energy_uncertainty"
+        values, std = run_metatomic(calculator, frames, "system", *names, selected_atoms=some)
+        of_atoms, _ = run_metatomic(calculator, frames, "atom", *names, selected_atoms=some)
+        assert np.all(np.isfinite(std))
+        assert values.sum() == pytest.approx(of_atoms.sum(), abs=1e-10)
+        total = total + values
+        name = "qualms::forces_uncertainty"
+        with pytest.raises(Exception, match="of all atoms"):
+            run_metatomic(calculator, frames, "atom", name, selected_atoms=some)
+    np.testing.assert_allclose(total, whole, rtol=0, atol=1e-10)
+
+
+@has_metatomic
+def test_simulation_with_metatomic(exported):
+    """It warns of uncertain atoms, and conserves the energy."""
+    from metatomic_ase import MetatomicCalculator
+
+    model, calculator = exported("labels")
+    path = calculator.parameters["model"]
+    atoms = bulk("Cu", a=3.9, cubic=True)
+    atoms.symbols[1] = "Al"
+    atoms.rattle(0.02, seed=1)
+    atoms.calc = MetatomicCalculator(path, uncertainty_threshold=1e-6)
+    with pytest.warns(UserWarning, match="uncertaint"):
+        atoms.get_forces()
+    atoms.calc = MetatomicCalculator(path, uncertainty_threshold=1e3)
+    dynamics, energies = VelocityVerlet(atoms, 2 * units.fs), []
+    for _ in range(20):
+        dynamics.run(2)
+        energies.append([atoms.get_total_energy(), atoms.get_potential_energy()])
+    total, potential = np.ptp(energies, axis=0)
+    assert total < 0.05 * potential
+    end = Atoms(atoms, calculator=Calculator(model, annotate=False))
+    np.testing.assert_allclose(atoms.get_forces(), end.get_forces(), rtol=0, atol=1e-6)
+
+
+@has_metatomic
+@has_ipi
+@pytest.mark.filterwarnings("ignore")
+def test_metatomic_in_ipi(exported, bench):
+    """Calibrated members are the committee of i-PI's own driver, with their derivatives."""
+    from ipi.pes import load_pes
+    from ipi.utils.units import unit_to_internal, unit_to_user
+
+    model, calculator = exported("labels")
+    driver = load_pes("metatomic", None)(
+        template=str(bench / "init.xyz"),
+        model=calculator.parameters["model"],
+        energy_ensemble=True,
+        force_virial_ensemble=True,
+    )
+    atoms = ase.io.read(bench / "init.xyz")
+    lengths = atoms.cell.array.T, atoms.positions
+    energy, forces, virial, extras = driver.compute_structure(
+        *(unit_to_internal("length", "angstrom", values) for values in lengths)
+    )
+    calc = atoms.calc = Calculator(model)
+    ev, force = unit_to_user("energy", "electronvolt", 1.0), unit_to_user("force", "ev/ang", 1.0)
+    stress = atoms.get_stress(voigt=False)
+    assert energy * ev == pytest.approx(atoms.get_potential_energy(), abs=1e-7)
+    np.testing.assert_allclose(forces * force, atoms.get_forces(), rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(virial * ev, -stress * atoms.cell.volume, rtol=1e-6, atol=1e-7)
+    committee = json.loads(extras)
+    members = np.array(committee["committee_pot"]) * ev
+    np.testing.assert_allclose(members, calc.results["energy_ensemble"], rtol=1e-7, atol=1e-8)
+    member = Atoms(atoms, calculator=calc.member(0, calibrated_for="energy"))
+    of_member = np.array(committee["committee_force"]).reshape(len(members), -1, 3)[0] * force
+    np.testing.assert_allclose(of_member, member.get_forces(), rtol=1e-4, atol=1e-5)
+
+
+@has_metatomic
+@pytest.mark.skipif(
+    find_spec("metatomic_torchsim") is None,
+    reason="torch-sim is not installed: pip install metatomic-torchsim, for Python 3.12",
+)
+def test_metatomic_in_torch_sim(exported):
+    import torch
+    import torch_sim
+    from metatomic_torchsim import MetatomicModel
+
+    model, calculator = exported("labels")
+    frames = strange_structures()[:3]
+    state = torch_sim.io.atoms_to_state(frames, torch.device("cpu"), torch.float64)
+    path = calculator.parameters["model"]
+    results = MetatomicModel(path, device="cpu", uncertainty_threshold=None)(state)
+    energies, forces = (results[name].detach().numpy() for name in ("energy", "forces"))
+    expected = model.predict(frames, forces=True)
+    np.testing.assert_allclose(energies, expected.mean, rtol=0, atol=1e-8)
+    np.testing.assert_allclose(forces, expected.forces.mean, rtol=0, atol=1e-6)
+
+
+@has_metatomic
+def test_structures_that_metatomic_rejects(exported, tmp_path):
+    _, calculator = exported("labels")
+    with pytest.raises(Exception, match="atomic type"):
+        run_metatomic(calculator, [Atoms("CuAu", np.eye(3)[:2] * 2)], "system", "energy")
+    model = make_force_model(units="eV", forces="forces")
+    with pytest.warns(QualmsWarning, match="compositions"):
+        model.fit(labelled_dimers(30))
+    model.save(tmp_path / "model.safetensors")
+    export(tmp_path / "model.safetensors", "metatomic", tmp_path / "model.pt")
+    dimers = type(calculator)(tmp_path / "model.pt", uncertainty_threshold=None)
+    frames = labelled_dimers(1, seed=8)
+    (energy,) = run_metatomic(dimers, frames, "system", "energy")
+    assert energy[0, 0] == pytest.approx(model.predict(frames).mean[0], abs=1e-8)
+    with rejects("frames"):
+        model.predict([Atoms("OH", np.eye(3)[:2])])
+    with pytest.raises(Exception, match="composition"):
+        run_metatomic(dimers, [Atoms("OH", np.eye(3)[:2])], "system", "energy")
+
+
+@has_metatomic
+def test_models_of_metatomic_are_not_replaced(model_file, tmp_path):
+    output = tmp_path / "model.pt"
+    output.write_text("mine")
+    with rejects("path"):
+        export(model_file, "metatomic", output)
+    assert output.read_text() == "mine"
+    assert export(model_file, "metatomic", output, force=True).count("model.pt") == 1
+    assert output.stat().st_size > 100_000
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.filterwarnings("ignore::qualms.QualmsWarning")
+def test_models_that_metatomic_cannot_compute(force_model, molecules, tmp_path):
+    """Novelty as a source of variance needs the kernel of all environments of a structure."""
+    fitted = force_model.fitted
+    of = fitted.calibrations["energy"]
+    novel = replace(of, calibration=replace(of.calibration, novelty=1.0))
+    fitted = replace(fitted, calibrations={**fitted.calibrations, "energy": novel})
+    AtomisticModel.from_fitted(fitted).save(tmp_path / "model.safetensors")
+    with rejects("calibration"):
+        export(tmp_path / "model.safetensors", "metatomic", tmp_path / "model.pt")
+    model = AtomisticModel.load(tmp_path / "model.safetensors").with_calibration("student")
+    assert not model.fitted.calibration.needs_novelty
+    assert not (tmp_path / "model.pt").exists()
+    if find_spec("tblite") is None:
+        pytest.skip("tblite is not installed: pip install tblite")
+    settings = {"units": "eV", "n_representatives": 40, "n_members": 8, "representation": SMOOTH}
+    model = make_model(baseline="tblite:GFN2-xTB", **settings).fit(molecules[:60])
+    model.save(tmp_path / "delta.safetensors")
+    with rejects("baseline"):
+        export(tmp_path / "delta.safetensors", "metatomic", tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
+
+
+def test_torch_is_not_imported():
+    """Neither by the base package, nor by exports before one to metatomic is made."""
+    code = "import sys, qualms.engines.export, qualms.cli.export; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # --- the tutorial ---
 
 
@@ -754,3 +1066,20 @@ def test_tutorial_of_ipi(tutorial):
     assert np.loadtxt(folder / "copper.out").shape == (11, 3)
     (members,) = folder.glob("copper.pot*")
     assert np.loadtxt(members).shape[0] == 11
+
+
+@has_metatomic
+def test_tutorial_of_metatomic(tutorial):
+    folder, _ = tutorial
+    parts = blocks("docs/simulations.md")
+    (command,) = (b.text for b in parts if b.text.startswith("qualms") and "metatomic" in b.text)
+    block = next(b for b in parts if "metatomic_ase" in b.text)
+    with contextlib.chdir(folder):
+        assert qualms(command.removeprefix("qualms ")).code == 0
+        namespace = {"ase": ase}
+        run_python(block, "docs/simulations.md", namespace)
+        atoms = ase.io.read("start.xyz")
+        atoms.calc = Calculator("copper.safetensors", annotate=False)
+    np.testing.assert_allclose(namespace["forces"], atoms.get_forces(), rtol=0, atol=1e-6)
+    std = atoms.calc.results["energy_uncertainty"]
+    assert namespace["std"].item() == pytest.approx(std, rel=1e-6)
