@@ -2,8 +2,8 @@
 
 Models of propane and of liquid water learn from GFN2-xTB by tblite, which the extra `tblite`
 installs; that of azobenzene from the file that QUALMS_AZOBENZENE names (see
-`benchmarks.bench_forces`). All run on one thread. Run this file alone, with a divisor of the
-largest sizes, for quick tables.
+`benchmarks.bench_forces`). metatomic is in the extra `engines`. All run on one thread. Run this
+file alone, with a divisor of the largest sizes, for quick tables.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from threadpoolctl import threadpool_limits
 from benchmarks.bench_forces import azobenzene
 from qualms import AtomisticModel
 from qualms.ase import Calculator
+from qualms.engines.export import export
 from qualms.features.densities import expansion_options
 
 FIGURE = Path(__file__).parents[1] / "docs" / "_static" / "step.png"
@@ -99,9 +101,33 @@ def sevennet(system: System) -> Step:
     return moving(atoms, Atoms.get_forces)
 
 
+def metatomic(system: System) -> Step:
+    """Return a step of the exported model in metatomic's calculator, if that is installed."""
+    try:
+        import torch
+        from metatomic.torch import ModelOutput
+        from metatomic_ase import MetatomicCalculator
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    atoms, names = system.atoms.copy(), ("energy_uncertainty", "energy_ensemble")
+    outputs = {name: ModelOutput(sample_kind="system") for name in names}
+    with TemporaryDirectory() as folder:
+        model, exported = Path(folder) / "model.safetensors", Path(folder) / "model.pt"
+        system.model.save(model)
+        export(model, "metatomic", exported)
+        options = {"uncertainty_threshold": None, "additional_outputs": outputs}
+        atoms.calc = MetatomicCalculator(exported, **options)
+    step = moving(atoms, Atoms.get_forces)
+    for _ in range(5):  # TorchScript compiles the first steps
+        step()
+    return step
+
+
 PROGRAMS: dict[str, Callable[[System], Step]] = {
     "Calculator, σ of the energy": partial(calculator, every=10**9),
     "Calculator, σ of all forces": partial(calculator, every=1),
+    "metatomic, σ of the energy": metatomic,
     "featomic's gradients alone": featomic,
     "GFN2-xTB": xtb,
     "SevenNet-0": sevennet,
@@ -230,7 +256,7 @@ def draw(measured: list[tuple[System, dict[str, float]]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    colors = ("#0b6e8f", "#59b3d0", "#8a8a8a", "#c8553d", "#6a4c93")
+    colors = ("#0b6e8f", "#59b3d0", "#e0a030", "#8a8a8a", "#c8553d", "#6a4c93")
     for name, color in zip(PROGRAMS, colors, strict=True):
         points = [(s, 1e3 * times[name]) for s, times in measured if name in times]
         for is_water in (True, False):  # a line for one liquid, and molecules by themselves
