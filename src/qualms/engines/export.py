@@ -15,6 +15,7 @@ from textwrap import dedent
 from typing import NamedTuple
 
 import qualms
+from qualms.arrays import check_integer
 from qualms.ase import Calculator
 from qualms.atomistic.model import AtomisticModel
 from qualms.engines.calculators import check_elements, make_calculator
@@ -78,7 +79,7 @@ _LAMMPS = dedent('''\
             sys.stderr.write('ERROR: qualms cannot be used by this LAMMPS: %s.' % error + chr(10))
             sys.stderr.flush()
             os._exit(1)
-        attach_exported(lmp, {path}, {digest}, {elements})
+        attach_exported(lmp, {path}, {digest}, {elements}, {every})
     """
     python qualms_attach invoke
     ''')
@@ -126,6 +127,7 @@ def export(
     output: AnyPath,
     *,
     types: Sequence[str] | None = None,
+    forces_uncertainty_every: int = 1,
     force: bool = False,
 ) -> str:
     """Write the file by which an engine uses a model; return how it is used.
@@ -138,6 +140,9 @@ def export(
     output : path
     types : sequence of str, optional
         LAMMPS: element of each type of atom; by default those of their masses.
+    forces_uncertainty_every : int
+        LAMMPS: uncertainties of forces are computed in every k-th step; see
+        `qualms.ase.Calculator`.
     force : bool
         Whether an existing file may be replaced.
     """
@@ -147,6 +152,12 @@ def export(
         raise InputError(
             f"`types` are types of atoms in LAMMPS; {to} has the elements of atoms.",
             parameter="types",
+        )
+    every = check_integer("forces_uncertainty_every", forces_uncertainty_every, 1)
+    if every > 1 and to != "lammps":
+        raise InputError(
+            f"`forces_uncertainty_every` is for LAMMPS; {to} asks for what it needs.",
+            parameter="forces_uncertainty_every",
         )
     if types is not None and not types:
         raise InputError("`types` are empty: name the element of each.", parameter="types")
@@ -165,6 +176,7 @@ def export(
         path=literal(str(Path(model).resolve())),
         digest=literal(digest_of(model)),
         elements=None if types is None else f"[{', '.join(map(literal, types))}]",
+        every=every,
         python=sys.version_info[:2],
         folders=f"[{', '.join(map(literal, package_folders()))}]",
     )

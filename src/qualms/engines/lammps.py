@@ -237,7 +237,7 @@ def _communicator(lmp: Any) -> Any:
 
 
 def attach_exported(
-    lmp: Any, path: str, digest: str, elements: Sequence[str] | None = None
+    lmp: Any, path: str, digest: str, elements: Sequence[str] | None = None, every: int = 1
 ) -> None:
     """Attach the model of a file that ``qualms export`` wrote; an error ends the process.
 
@@ -249,10 +249,12 @@ def attach_exported(
         SHA-256 of the model file.
     elements : sequence of str, optional
         Of each type of atom.
+    every : int
+        Steps from one with uncertainties of forces to the next.
     """
     try:
         check_digest(path, digest)
-        _ATTACHED.append(attach(lmp, path, elements))
+        _ATTACHED.append(attach(lmp, path, elements, forces_uncertainty_every=every))
     except BaseException as error:
         comm = lmp.get_mpi_comm() if lmp.extract_setting("world_size") > 1 else None
         stop(error, comm)
