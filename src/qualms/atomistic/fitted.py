@@ -23,7 +23,12 @@ from qualms.calibration.points import CalibrationData
 from qualms.calibration.vectors import QuantityCalibration, calibrate_points
 from qualms.errors import CalibrationError
 from qualms.features.base import Representation
-from qualms.gp.sparse_gp import cholesky_whiten, novelty_variance, posterior_variance
+from qualms.gp.sparse_gp import (
+    cholesky_whiten,
+    novelty_variance,
+    posterior_rows,
+    posterior_variance,
+)
 from qualms.io.tensors import Document
 from qualms.metrics import gaussian_log_density
 from qualms.prediction import Prediction
@@ -72,6 +77,13 @@ class ProjectedVariance:
             p2[part] = posterior_variance(Phi, posterior, self.noise_variance)
             q2[part] = novelty_variance(Phi, k_xx[part])
         return p2 * self.variance, q2 * self.variance
+
+    def rows(self, K_XM: Float64Array) -> Float64Array:
+        """Return rows of the posterior for kernel rows, see `posterior_rows`: (n, r)."""
+        whitening, posterior = self._exact
+        Phi = cholesky_whiten(whitening, K_XM.T).T
+        rows = posterior_rows(Phi, posterior, self.noise_variance)
+        return np.asarray(np.sqrt(self.variance) * rows)
 
     def novelty_std(self, K_XM: Float64Array, k_xx: Float64Array) -> Float64Array:
         """Return q of the leading representatives for kernel rows (n, r): (n,)."""

@@ -301,7 +301,7 @@ class AtomisticModel:
                 )
         if potential is None and (derivatives or self.fitted.has_label_basis):
             potential = self.potential
-        baseline = self.baseline_potential
+        baseline = None if request.learned else self.baseline_potential
         chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))

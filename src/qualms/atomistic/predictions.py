@@ -53,6 +53,8 @@ class Request(NamedTuple):
     novelty: bool = True  #: novelty, and whether structures are extrapolations
     process: bool = False  #: the projected process, Eq. (3), Musil et al. 2019
     means: bool = False  #: derivatives of the prediction alone, without uncertainties
+    rows: bool = False  #: rows of the posterior, if it is stored: `ProjectedVariance.rows`
+    learned: bool = False  #: without the values of a baseline potential
 
 
 class Parts(NamedTuple):
@@ -70,6 +72,7 @@ class Parts(NamedTuple):
     atoms: list[Prediction] | None = None  #: contribution of each of the `centers`, by structure
     atom_novelty: list[Float64Array] | None = None  #: novelty of each of the `centers`
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
+    rows: Float64Array | None = None  #: (N, r): of the posterior
     novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
     #: forces (n, 3) on the atoms of each structure and its stress (6,), without uncertainties
     means: list[tuple[Float64Array, Float64Array | None]] | None = None
@@ -213,6 +216,8 @@ class StructurePrediction(Prediction):
                 parts[name] = value[rows(name)]
             elif name in ("process", "novelty_std"):
                 parts[name] = value[..., rows(TARGET)]
+            elif name == "rows":
+                parts[name] = value[rows(TARGET)]
             elif isinstance(value, list):
                 parts[name] = [value[s] for s in structures]
             else:
@@ -246,7 +251,7 @@ class StructurePrediction(Prediction):
             elif isinstance(values[0], Prediction):
                 joined[name] = Prediction.concatenate(values)
             else:
-                joined[name] = np.concatenate(values, axis=-1)
+                joined[name] = np.concatenate(values, axis=0 if name == "rows" else -1)
         target = Prediction.concatenate([p.energy for p in predictions])
         atomic = predictions[0].is_atomic
         return StructurePrediction(target, Parts(**joined), is_atomic=atomic)
@@ -421,6 +426,7 @@ class _Raw(NamedTuple):
     #: (n_structures, 6, N_R), or of the mean alone; NaN without a volume
     virials: Float64Array | None = None
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
+    rows: Float64Array | None = None  #: (N, r): of the posterior
 
 
 def predict_chunk(
@@ -527,6 +533,7 @@ def predict_chunk(
         atoms=contributions,
         atom_novelty=atom_novelty if request.atoms else None,
         process=process,
+        rows=raw.rows,
         novelty_std=raw.novelty_std if request.process else None,
         means=means,
     )
@@ -560,12 +567,16 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
         p2, q2 = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
         stds = np.sqrt([p2, p2 + q2 + fitted.pp_variance.noise_variance_of_target])
         process = np.stack([fitted.pp_mean(K_XM, chunk.design), *stds])
+    posterior = None
+    if request.rows and fitted.pp_variance is not None:
+        posterior = fitted.pp_variance.rows(K_XM)
     return _Raw(
         members=fitted.members(K_XM, chunk.design),
         novelty=novelty,
         novelty_std=fitted.novelty_std(K_XM, chunk.prior_variance),
         atoms=contributions,
         process=process,
+        rows=posterior,
     )
 
 

@@ -69,6 +69,10 @@ VERBS = {
         "Apply a calibration to ensemble predictions.",
         "qualms apply energy.json new.xyz --member-keys 'MACE*_energy' -o calibrated.xyz",
     ),
+    "select": (
+        "Choose the structures of a pool whose labels improve a model most.",
+        "qualms select model.safetensors pool.xyz -n 20 --labelled data.xyz -o next.xyz",
+    ),
     "export": (
         "Write the file by which LAMMPS, i-PI or metatomic uses a model, with its uncertainties.",
         "qualms export model.safetensors --to lammps -o qualms.lmp\n\n"

@@ -214,6 +214,34 @@ def posterior_variance(
     return np.asarray(noise_variance * np.einsum("ij,ij->j", V, V))
 
 
+def posterior_rows(Phi_X: FloatArray, factor: Float64Array, noise_variance: float) -> Float64Array:
+    """Return rows B = σ Φ_X L_A⁻ᵀ (n, r), whose products BBᵀ are covariances of the posterior.
+
+    Their squares are the p² of `posterior_variance`, which describes the parameters.
+    """
+    V = cholesky_whiten(factor, Phi_X.T)
+    return np.asarray(np.sqrt(noise_variance) * V.T)
+
+
+def observed_rows(B: FloatArray, V: FloatArray) -> Float64Array:
+    """Return rows B′ (n, r) of the posterior after further observations, whatever their values.
+
+    Observations V (m, r) are rows of the posterior divided by the standard deviation of their
+    noise. The covariances become
+
+        B′B′ᵀ = BBᵀ − BVᵀ(VVᵀ + 1)⁻¹VBᵀ = B (1 + VᵀV)⁻¹ Bᵀ.
+
+    With VVᵀ = U diag(λ) Uᵀ the square root is (1 + VᵀV)^(−½) = 1 − VᵀU diag(g) UᵀV, where
+    g = (1 − (1 + λ)^(−½))/λ.
+    """
+    values, U = np.linalg.eigh(V @ V.T)
+    values = np.maximum(values, 0.0)
+    root = np.sqrt(1 + values)
+    g = 1 / (root * (1 + root))  # (1 − 1/√(1 + λ))/λ, without cancellation
+    along = V.T @ U
+    return np.asarray(B - ((B @ along) * g) @ along.T)
+
+
 def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
     """Return q² = k_XX − φφᵀ of Eq. (3); zero where it is rounding alone: (n,)."""
     q2 = k_xx - np.einsum("ij,ij->i", Phi_X, Phi_X)
