@@ -217,8 +217,9 @@ def test_forces_do_not_make_energies_worse():
     found = joint_noise(Phi, y, is_force, groups)
     rows = {"energy": np.flatnonzero(~is_force), "forces": np.flatnonzero(is_force)}
     errors = left_out_errors(*observed(Phi, y, rows, groups), 1.0)
-    alone = min(errors(v, np.inf)[0].mean() for v in np.geomspace(1e-6, 1.0, 13))
-    assert errors(found["energy"], found["forces"])[0].mean() < alone + 0.05
+    alone = min((errors(v, np.inf)[0] for v in np.geomspace(1e-6, 1.0, 13)), key=np.mean)
+    # Beyond the standard error of the difference.
+    assert excess_of(errors(found["energy"], found["forces"])[0], alone) < 0.03
 
 
 @pytest.mark.parametrize("least", [0.0, 1e-15])

@@ -366,7 +366,9 @@ def select_joint_noise(
         except NumericalError:  # so little noise that it is lost in rounding
             return None
 
-    def search(alone: Float64Array | None = None) -> tuple[float, ...]:
+    def search(
+        starts: Sequence[Float64Array], alone: Float64Array | None = None
+    ) -> tuple[float, ...]:
         def excess(errors: _Errors | None, others: _Errors | None) -> float:
             if errors is None or others is None:
                 return 0.0 if others is errors else np.inf if errors is None else -np.inf
@@ -385,16 +387,19 @@ def select_joint_noise(
     # Where the usual square and the mean square differ much, either may be the better guess.
     guess = np.array([-4.0] + [-3.0] * (len(rows) - 1))
     starts = [np.minimum(guess + shift, highest) for shift in (0.0, beyond)]
-    decades = search()
+    decades = search(starts)
     found = errors_at(decades)
     if fixed_decades[0] is None and found is not None:
         others = [np.inf] * (len(rows) - 1)
-        energies = [decades[0] + d for d in range(-2, 3)]
-        tried = {d: errors[0] for d in energies if (errors := errors_at((d, *others)))}
-        energy = min(tried, key=lambda d: tried[d].sum())
-        if excess_of(found[0], tried[energy]) > 0.02:
-            starts = [np.array(decades), np.array([energy, *highest[1:]])]
-            decades = search(tried[energy])
+        energy, alone = decades[0], None
+        for d in (0, -1, 1, -2, 2):  # far ones only if they are better
+            errors = errors_at((decades[0] + d, *others))
+            if errors and (alone is None or excess_of(errors[0], alone) < -0.01):
+                energy, alone = decades[0] + d, errors[0]
+        if alone is not None and excess_of(found[0], alone) > 0.02:
+            # What is close to no forces at all is flat: from there only if nothing else is better.
+            starts = [np.array(search([np.array(decades)], alone))]
+            decades = search([*starts, np.array([energy, *highest[1:]])], alone)
     selected = {q: u * 10**d for q, u, d in zip(rows, units, decades, strict=True)}
     return {**selected, **fixed}
 
