@@ -156,8 +156,10 @@ class UncertaintyCalculator(AseCalculator):
         """Compute properties and all that comes with them: see ASE."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
+        if system_changes:
+            self._started()
         self.results = self._compute(self.atoms, properties)
-        self._computed(atoms or self.atoms, is_new=bool(system_changes))
+        self._computed(atoms or self.atoms)
 
     def get_property(
         self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True
@@ -185,8 +187,11 @@ class UncertaintyCalculator(AseCalculator):
         """Return why there is no such property."""
         return f"{name} is none of {', '.join(self.implemented_properties)}"
 
-    def _computed(self, atoms: Atoms, *, is_new: bool) -> None:
-        """Handle a structure with new results; a new one, or one with more properties."""
+    def _started(self) -> None:
+        """Forget the structure before, whether or not results of the new one can be computed."""
+
+    def _computed(self, atoms: Atoms) -> None:
+        """Handle a structure with new results."""
 
     def _returned(self, atoms: Atoms) -> None:
         """Handle a structure whose results are returned."""
@@ -570,9 +575,10 @@ class Calculator(ModelCalculator):
         if self._error is not None:
             raise self._error
 
-    def _computed(self, atoms: Atoms, *, is_new: bool) -> None:
-        if is_new:
-            self._reported, self._error = set(), None
+    def _started(self) -> None:
+        self._reported, self._error = set(), None
+
+    def _computed(self, atoms: Atoms) -> None:
         if self.annotate:
             annotate(atoms, self.results)
         if self.watch is not None:
