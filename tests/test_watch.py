@@ -1,6 +1,8 @@
 """Limits of uncertainties along simulations."""
 
 import copy
+import errno
+import os
 import pickle
 import warnings
 
@@ -8,6 +10,7 @@ import ase.io
 import numpy as np
 import pytest
 from ase import Atoms, units
+from ase.calculators.calculator import PropertyNotImplementedError
 from ase.md.langevin import Langevin
 from ase.md.verlet import VelocityVerlet
 from ase.mep import NEB
@@ -111,11 +114,17 @@ def test_bad_models(committee, force_model, energy_model):
     ):
         with rejects(parameter):
             Calculator(committee, watch)
-    watch = Watch(forces=1.0)
-    Calculator(committee, watch)
-    Calculator(committee, watch)
-    with rejects("watch"):
-        Calculator(force_model, watch)
+    assert not energy_model.fitted.representation.has_derivatives
+    with rejects("forces"):
+        Calculator(energy_model, Watch(forces=0.1, energy=0.1))
+    for model, other in ((committee, force_model), (force_model, committee)):
+        watch = Watch(forces=1.0)
+        Calculator(model, watch)
+        Calculator(model, watch)
+        with rejects("watch"):
+            Calculator(other, watch)
+    Calculator(force_model, watch := Watch(forces=1.0), threads=1)
+    Calculator(force_model, watch, threads=2)
 
 
 # --- actions ---
@@ -191,6 +200,38 @@ def test_a_function_is_called_once_for_a_structure_and_quantity(committee, atoms
     assert len(seen) == 5
 
 
+@pytest.mark.parametrize("kind", ["function", "file"])
+def test_energies_that_come_first_do_not_change_the_steps(committee, atoms, tmp_path, kind):
+    """Such as in line searches: the forces of the same structure are beyond their limit, too."""
+    seen, path = [], tmp_path / "uncertain.xyz"
+
+    def collect(_, error):
+        seen.append(error.quantity)
+
+    watch = Watch(1e-9, 1e-9, min_steps=3, action=path if kind == "file" else collect)
+    atoms.calc = Calculator(committee, watch)
+    for _ in range(6):
+        atoms.get_potential_energy()
+        atoms.get_forces()
+        atoms.positions[0] += 1e-3
+    if kind == "file":
+        assert [one.info["watch_step"] for one in ase.io.read(path, ":")] == [1, 4]
+    else:
+        assert seen == ["energy", "forces"] * 2
+
+
+def test_an_error_belongs_to_its_structure(committee, atoms):
+    """Also if the next structure has no stress."""
+    std = lengths(committee.predict([atoms], forces=True).forces.std).max()
+    atoms.calc = Calculator(committee, Watch(0.9 * std, action="raise"))
+    with pytest.raises(UncertaintyError):
+        atoms.get_forces()
+    atoms.positions[1:] += [[10, 0, 0], [0, 20, 0]]  # without pairs, members agree
+    with pytest.raises(PropertyNotImplementedError):
+        atoms.get_stress()
+    assert not atoms.get_forces().any()
+
+
 def test_structures_are_added_to_a_new_file(committee, atoms, tmp_path):
     path = tmp_path / "uncertain.xyz"
     atoms.info |= {"charge": -1, "energy": 5.0}
@@ -215,9 +256,47 @@ def test_a_file_that_appears_is_not_changed(committee, atoms, tmp_path):
     path = tmp_path / "uncertain.xyz"
     atoms.calc = Calculator(committee, Watch(1e-9, action=path))
     path.write_text("of somebody else")
-    with pytest.raises(FileExistsError):
-        atoms.get_forces()
+    for _ in range(2):
+        with pytest.raises(FileExistsError):
+            atoms.get_forces()
+        atoms.positions[0] += 1e-3
     assert path.read_text() == "of somebody else"
+
+
+def test_a_file_stays_where_it_is(committee, atoms, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    atoms.calc = Calculator(committee, Watch(1e-9, action="uncertain.xyz"))
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path / "other"):
+        monkeypatch.chdir(folder)
+        atoms.get_forces()
+        atoms.positions[0] += 1e-3
+    assert len(ase.io.read(tmp_path / "uncertain.xyz", ":")) == 2
+
+
+def test_a_full_disk_leaves_no_part_of_a_structure(committee, atoms, tmp_path, monkeypatch):
+    path, space, write = tmp_path / "uncertain.xyz", 500, os.write
+
+    def write_some(file, data):
+        nonlocal space
+        if not space:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        n = write(file, data[:space])
+        space -= n
+        return n
+
+    atoms.calc = Calculator(committee, Watch(1e-9, action=path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write_some)
+        atoms.get_forces()
+        for _ in range(2):
+            atoms.positions[0] += 1e-3
+            with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+                atoms.get_forces()
+    assert len(ase.io.read(path, ":")) == 1
+    atoms.positions[0] += 1e-3
+    atoms.get_forces()
+    assert [one.info["watch_step"] for one in ase.io.read(path, ":")] == [1, 4]
 
 
 def test_unphysical_structures_are_errors_whatever_the_action(committee, atoms):

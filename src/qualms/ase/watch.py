@@ -72,8 +72,8 @@ class Watch:
     action : {"warn", "raise"}, path or callable
         What happens beyond a limit: a warning, at the first structure and at the first after
         structures within the limits; an `UncertaintyError`; the structure is added to an extended
-        XYZ file, a new one; or ``action(atoms, error)`` is called. The latter two once for each
-        structure and quantity.
+        XYZ file, a new one, once; or ``action(atoms, error)`` is called, for the quantity that is
+        the furthest beyond its limit, and again if others of the same structure are computed later.
     min_steps : int
         Least number of structures from one that is added or passed on to the next.
     min_novelty : float
@@ -127,7 +127,8 @@ class Watch:
         self._present: Atoms | None = None  # the structure before the next, if it is trusted
         self._is_beyond = False
         self._n_steps, self._last = 0, -inf
-        self._environments: list[FloatArray] = []  # of structures that were added or passed on
+        self._has_file = False
+        self._environments: FloatArray | None = None  # of structures that were added or passed on
 
     @property
     def limits(self) -> dict[str, float]:
@@ -146,7 +147,7 @@ class Watch:
         ----------
         model : AtomisticModel or CommitteePotential
         """
-        if self._model not in (None, model):
+        if self._model is not None and _fitted(self._model) is not _fitted(model):
             raise InputError(
                 "The `watch` belongs to another model; make one for each.", parameter="watch"
             )
@@ -159,6 +160,15 @@ class Watch:
         if not isinstance(model, AtomisticModel) and (self.needs_novelty or self.min_novelty):
             raise InputError(
                 "Novelty and extrapolation are those of an AtomisticModel.", parameter="watch"
+            )
+        has_forces = not isinstance(model, AtomisticModel) or (
+            model.fitted.representation.has_derivatives
+        )
+        if "forces" in given and not has_forces:
+            raise InputError(
+                "The features of the model have no derivatives: there are no forces that could be "
+                "beyond a limit. Give `energy`, or train the model with forces.",
+                parameter="forces",
             )
         self._limits = {name: _limit(name, value, model) for name, value in given.items()}
         self._model = model
@@ -190,16 +200,16 @@ class Watch:
                     self._present, self._is_beyond = atoms.copy(), False
                 return None
             self._present = None
-            first = max(errors, key=lambda error: error.value / error.limit)
-            if self.action == "raise" or first.value > self.upper * first.limit:
-                return first
-            names = {error.quantity for error in errors}
+            errors.sort(key=lambda error: error.value / error.limit, reverse=True)
+            if self.action == "raise" or errors[0].value > self.upper * errors[0].limit:
+                return errors[0]
+            others = [error for error in errors if error.quantity not in reported]
             if self.action == "warn":
                 if not self._is_beyond:
-                    warnings.warn(str(first), QualmsWarning, stacklevel=2)
-            elif not names <= reported and self._is_apart(atoms, reported):
-                self._act(atoms, first)
-            reported |= names
+                    warnings.warn(str(errors[0]), QualmsWarning, stacklevel=2)
+            elif others and self._is_apart(atoms, reported):
+                reported.update(error.quantity for error in others)
+                self._act(atoms, others[0])
             self._is_beyond = True
             return None
 
@@ -225,8 +235,8 @@ class Watch:
 
     def _is_apart(self, atoms: Atoms, reported: set[str]) -> bool:
         """Return whether a structure is far enough from those before, in steps and in novelty."""
-        if len(reported) > 1:  # it was acted on for another quantity
-            return True
+        if len(reported) > 1:  # it was acted on for another quantity, and is in the file
+            return callable(self.action)
         if self._n_steps - self._last < self.min_steps:
             return False
         if not self.min_novelty:
@@ -235,27 +245,33 @@ class Watch:
         fitted, kernel = self._model.fitted, self._model.fitted.representation.kernel
         (chunk,) = self._model.chunks([atoms])
         x = chunk.batch.features
-        if self._environments:
-            others = np.concatenate(self._environments)
+        others = self._environments
+        if others is not None:
             similarity = normalized(kernel(x, others), kernel.diag(x), kernel.diag(others))
             novelty = float(novelty_of(similarity).max()) / fitted.training_novelty[0]
             if novelty <= self.min_novelty:
                 return False
-        self._environments.append(x)
+        self._environments = x if others is None else np.concatenate([others, x])
         return True
 
     def _act(self, atoms: Atoms, error: UncertaintyError) -> None:
         """Add a structure to the file, or pass it on."""
-        is_first, self._last = self._last == -inf, self._n_steps
+        self._last = self._n_steps
         if callable(self.action):
             self.action(atoms, error)
             return
         structure = _bare(atoms)
         structure.info |= {"watch_step": self._n_steps, "watch_reason": str(error)}
-        flags = os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_first else os.O_APPEND)
-        file = os.open(self.action, flags, 0o666)
+        text = xyz_text(structure).encode()
+        flags = os.O_APPEND if self._has_file else os.O_CREAT | os.O_EXCL
+        file = os.open(self.action, os.O_WRONLY | flags, 0o666)
+        self._has_file, size = True, os.fstat(file).st_size
         try:  # at once, so that no part of a structure is left by a process that is killed
-            os.write(file, xyz_text(structure).encode())
+            while text:
+                text = text[os.write(file, text) :]
+        except OSError:  # nor by a disk that is full
+            os.ftruncate(file, size)
+            raise
         finally:
             os.close(file)
 
@@ -303,7 +319,12 @@ def _checked_action(action: str | Path | Action) -> str | Path | Action:
             f"{str(action)!r} exists; structures would be added to others. Choose another name.",
             parameter="action",
         )
-    return check_output(action, force=False)
+    return check_output(action, force=False).absolute()  # wherever the simulation goes
+
+
+def _fitted(model: object) -> object:
+    """Return what models that differ in the number of threads have in common."""
+    return model.fitted if isinstance(model, AtomisticModel) else model
 
 
 def _limit(name: str, value: float | str, model: object) -> _Limit:
