@@ -887,6 +887,8 @@ def test_parts_of_structures_in_metatomic(exported):
         name = "qualms::forces_uncertainty"
         with pytest.raises(Exception, match="of all atoms"):
             run_metatomic(calculator, frames, "atom", name, selected_atoms=some)
+    with pytest.raises(Exception, match="of all atoms"):
+        run_metatomic(calculator, frames, "system", name)
     np.testing.assert_allclose(total, whole, rtol=0, atol=1e-10)
 
 

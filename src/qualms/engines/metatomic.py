@@ -575,8 +575,8 @@ class Potential(torch.nn.Module):  # type: ignore[misc]
             elif name == "energy_uncertainty":
                 values = spread(own).unsqueeze(1)
             elif name == "qualms::forces_uncertainty":
-                if some is not None:
-                    raise ValueError("uncertainties of forces are those of all atoms, not of some")
+                if some is not None or output.sample_kind != "atom":
+                    raise ValueError("uncertainties of forces are those of all atoms")
                 values, components = self.force_std(every, j, factors).unsqueeze(2), [axes]
                 column = "forces_uncertainty"
             columns = torch.arange(values.shape[-1], device=size.device).unsqueeze(1)
