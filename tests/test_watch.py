@@ -346,7 +346,8 @@ def test_a_simulation_goes_back_to_the_last_trusted_structure(committee, atoms):
     np.testing.assert_allclose(watch.trusted.positions, before)
 
 
-def test_optimisers_and_bands(committee, atoms, tmp_path):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_optimisers_and_bands(committee, atoms, tmp_path, is_shared):
     atoms.calc = Calculator(committee, Watch(1e-9, action="raise"))
     with pytest.raises(UncertaintyError):
         BFGS(atoms, logfile=None).run(steps=5)
@@ -356,18 +357,20 @@ def test_optimisers_and_bands(committee, atoms, tmp_path):
     path = tmp_path / "band.xyz"
     first = Calculator(committee, Watch(1e-9, action=path))
     for image in images:
-        image.calc = copy.deepcopy(first)
-    band = NEB(images, method="improvedtangent")
+        image.calc = first if is_shared else copy.deepcopy(first)
+    band = NEB(images, method="improvedtangent", allow_shared_calculator=is_shared)
     band.interpolate()
     FIRE(band, logfile=None).run(steps=1)
     # Those between the ends, in each of two evaluations; of the ends, energies alone are needed.
-    assert len(ase.io.read(path, ":")) == 6
+    found = ase.io.read(path, ":")
+    assert len(found) == len({one.positions.tobytes() for one in found}) == 6
 
 
 def test_copies_share_the_watch(force_model, hot):
     seen = []
     calc = Calculator(force_model, Watch(1e-9, action=lambda *given: seen.append(given)))
     for _ in range(3):
+        hot.positions[0] += 1e-3
         one = hot.copy()
         one.calc = copy.deepcopy(calc)
         one.get_forces()

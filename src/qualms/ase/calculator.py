@@ -566,7 +566,7 @@ class Calculator(ModelCalculator):
             "forces_uncertainty_every", forces_uncertainty_every, 1
         )
         self._n_forces = 0
-        self._reported: set[str] = set()  # quantities of the structure that were acted on
+        self._is_new = True  # whether the watch has seen nothing of the structure
         self._error: UncertaintyError | None = None
 
     def _returned(self, atoms: Atoms) -> None:
@@ -576,14 +576,14 @@ class Calculator(ModelCalculator):
             raise self._error
 
     def _started(self) -> None:
-        self._reported, self._error = set(), None
+        self._is_new, self._error = True, None
 
     def _computed(self, atoms: Atoms) -> None:
         if self.annotate:
             annotate(atoms, self.results)
         if self.watch is not None:
-            error = self.watch.check(atoms, self.results, self._reported)
-            self._error = error or self._error
+            error = self.watch.check(atoms, self.results, is_new=self._is_new)
+            self._is_new, self._error = False, error or self._error
         if self._error is not None:
             raise self._error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import warnings
@@ -127,6 +128,7 @@ class Watch:
         self._present: Atoms | None = None  # the structure before the next, if it is trusted
         self._is_beyond = False
         self._n_steps, self._last = 0, -inf
+        self._acted_on: dict[bytes, set[str]] = {}  # quantities of structures, by their digests
         self._has_file = False
         self._environments: FloatArray | None = None  # of structures that were added or passed on
 
@@ -149,7 +151,9 @@ class Watch:
         """
         if self._model is not None and _fitted(self._model) is not _fitted(model):
             raise InputError(
-                "The `watch` belongs to another model; make one for each.", parameter="watch"
+                "The `watch` belongs to another model, or to the same that was loaded again; make "
+                "one for each.",
+                parameter="watch",
             )
         given = dict(self._given)
         if not given and not self.extrapolation:
@@ -174,7 +178,7 @@ class Watch:
         self._model = model
 
     def check(
-        self, atoms: Atoms, results: Mapping[str, Any], reported: set[str]
+        self, atoms: Atoms, results: Mapping[str, Any], *, is_new: bool
     ) -> UncertaintyError | None:
         """Return the error to raise if a structure is beyond a limit; or act on it.
 
@@ -183,13 +187,11 @@ class Watch:
         atoms : Atoms
         results : mapping
             Results of the calculator.
-        reported : set of str
-            Quantities of this structure that were acted on before; it is changed. A new structure
-            has none, and not even "".
+        is_new : bool
+            Whether it is another structure than that of the calculator before.
         """
         with self._lock:
-            if "" not in reported:
-                reported.add("")
+            if is_new:
                 self._n_steps += 1
                 self.trusted = self._present or self.trusted
                 self._present = None
@@ -203,13 +205,11 @@ class Watch:
             errors.sort(key=lambda error: error.value / error.limit, reverse=True)
             if self.action == "raise" or errors[0].value > self.upper * errors[0].limit:
                 return errors[0]
-            others = [error for error in errors if error.quantity not in reported]
             if self.action == "warn":
                 if not self._is_beyond:
                     warnings.warn(str(errors[0]), QualmsWarning, stacklevel=2)
-            elif others and self._is_apart(atoms, reported):
-                reported.update(error.quantity for error in others)
-                self._act(atoms, others[0])
+            else:
+                self._act(atoms, errors)
             self._is_beyond = True
             return None
 
@@ -233,10 +233,8 @@ class Watch:
             errors.append(UncertaintyError(text, "extrapolation", 1.0, 1.0, None, _bare(atoms)))
         return errors
 
-    def _is_apart(self, atoms: Atoms, reported: set[str]) -> bool:
+    def _is_apart(self, atoms: Atoms) -> bool:
         """Return whether a structure is far enough from those before, in steps and in novelty."""
-        if len(reported) > 1:  # it was acted on for another quantity, and is in the file
-            return callable(self.action)
         if self._n_steps - self._last < self.min_steps:
             return False
         if not self.min_novelty:
@@ -254,14 +252,22 @@ class Watch:
         self._environments = x if others is None else np.concatenate([others, x])
         return True
 
-    def _act(self, atoms: Atoms, error: UncertaintyError) -> None:
-        """Add a structure to the file, or pass it on."""
+    def _act(self, atoms: Atoms, errors: list[UncertaintyError]) -> None:
+        """Add a structure to the file, or pass it on, if it was not before."""
+        # Images of a band that share a calculator are computed several times.
+        state = atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc
+        key = hashlib.sha256(b"".join(array.tobytes() for array in state)).digest()
+        acted_on = self._acted_on.get(key, set())
+        errors = [error for error in errors if error.quantity not in acted_on]
+        if not errors or not (callable(self.action) if acted_on else self._is_apart(atoms)):
+            return
+        self._acted_on[key] = acted_on | {error.quantity for error in errors}
         self._last = self._n_steps
         if callable(self.action):
-            self.action(atoms, error)
+            self.action(atoms, errors[0])
             return
         structure = _bare(atoms)
-        structure.info |= {"watch_step": self._n_steps, "watch_reason": str(error)}
+        structure.info |= {"watch_step": self._n_steps, "watch_reason": str(errors[0])}
         text = xyz_text(structure).encode()
         flags = os.O_APPEND if self._has_file else os.O_CREAT | os.O_EXCL
         file = os.open(self.action, os.O_WRONLY | flags, 0o666)
