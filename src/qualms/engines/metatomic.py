@@ -7,7 +7,6 @@ from the prediction throughout, so that no digits are lost.
 """
 # ruff: noqa: UP006, UP035, UP045 — metatomic compares these annotations, which cannot be strings
 
-from math import factorial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -54,7 +53,7 @@ class Environments(NamedTuple):
 
 def selected(every: Environments, chosen: torch.Tensor) -> Environments:
     """Return the environments of some atoms (k, 2) of all."""
-    n = int(every.atoms[:, 1].max()) + 1 if len(every.atoms) else 1
+    n = len(every.atoms)
     number, numbers = chosen[:, 0] * n + chosen[:, 1], every.atoms[:, 0] * n + every.atoms[:, 1]
     is_chosen = torch.isin(numbers, number)
     place, used = torch.cumsum(is_chosen, 0) - 1, is_chosen.index_select(0, every.i)
@@ -82,17 +81,7 @@ class Harmonics(torch.nn.Module):  # type: ignore[misc]
     def __init__(self, norms: Float64Array) -> None:
         super().__init__()
         self.l_max: int = len(norms) - 1
-        a, b = np.zeros_like(norms), np.zeros_like(norms)
-        for n in range(len(norms)):
-            m = np.arange(n)
-            a[n, :n], b[n, :n] = (2 * n - 1) / (n - m), (n + m - 1) / (n - m)
         self.register_buffer("norms", _tensor(norms[..., None]))
-        self.register_buffer("a", _tensor(a[..., None]))
-        self.register_buffer("b", _tensor(b[..., None]))
-        #: Q_ll = (−1)^l (2l − 1)!!
-        self.diagonal: List[float] = [
-            (-1) ** n * factorial(2 * n) / (2**n * factorial(n)) for n in range(len(norms))
-        ]
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
         """Return Y_lm ((l_max + 1)², p) of unit vectors (3, p)."""
@@ -104,10 +93,11 @@ class Harmonics(torch.nn.Module):  # type: ignore[misc]
             sines.append(x * sines[m] + y * cosines[m])
         Q, below, found = ones, ones, [self.norms[0, :1] * ones]
         for n in range(1, self.l_max + 1):
-            rows = self.a[n, :n] * z * Q
+            M = torch.arange(n, device=u.device).unsqueeze(1)
+            rows = (2 * n - 1) * z * Q
             if n > 1:
-                rows = rows - torch.cat([self.b[n, : n - 1] * below, torch.zeros_like(ones)])
-            below, Q = Q, torch.cat([rows, self.diagonal[n] * ones])
+                rows = rows - torch.cat([(n - 1 + M[:-1]) * below, torch.zeros_like(ones)])
+            below, Q = Q, torch.cat([rows / (n - M), (1 - 2 * n) * Q[n - 1 :]])
             scaled = self.norms[n, : n + 1] * Q
             of_sines = scaled * torch.stack(sines[: n + 1])
             found += [torch.flip(of_sines, [0])[:n], scaled * torch.stack(cosines[: n + 1])]
@@ -404,7 +394,6 @@ class Calibrated(torch.nn.Module):  # type: ignore[misc]
         s = spread(deviations[..., : self.n])
         p = spread(deviations[..., self.n :]) if self.has_posterior else torch.zeros_like(s)
         own = deviations @ self.sources
-        own = own - own.mean(dim=-1, keepdim=True)
         covariance = own @ own.transpose(1, 2) / (own.shape[2] - 1)
         square = torch.diagonal(covariance, dim1=1, dim2=2).mean(dim=1)
         s, p = torch.sqrt((s * s).mean(dim=1)), torch.sqrt((p * p).mean(dim=1))
