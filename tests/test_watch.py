@@ -232,6 +232,16 @@ def test_an_error_belongs_to_its_structure(committee, atoms):
     assert not atoms.get_forces().any()
 
 
+def test_structures_with_errors_can_be_written(committee, atoms, tmp_path):
+    atoms.calc = Calculator(committee, Watch(1e-9, action="raise"))
+    with pytest.raises(UncertaintyError):
+        atoms.get_forces()
+    for name in ("stopped.traj", "stopped.xyz"):
+        ase.io.write(tmp_path / name, atoms)
+        found = ase.io.read(tmp_path / name)
+        np.testing.assert_allclose(found.get_forces(), atoms.calc.results["forces"], atol=1e-7)
+
+
 def test_structures_are_added_to_a_new_file(committee, atoms, tmp_path):
     path = tmp_path / "uncertain.xyz"
     atoms.info |= {"charge": -1, "energy": 5.0}

@@ -169,8 +169,9 @@ class UncertaintyCalculator(AseCalculator):
             raise PropertyNotImplementedError(self._reason(name))
         with self._lock:
             value = super().get_property(name, atoms, allow_calculation)
-            if atoms is not None and value is not None:
-                # It may have been computed before, for an equal structure.
+            if atoms is not None and value is not None and allow_calculation:
+                # It may have been computed before, for an equal structure. Files of structures
+                # that have an error can be written, without calculation.
                 self._returned(atoms)
             return value
 
