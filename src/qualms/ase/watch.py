@@ -32,6 +32,8 @@ Action = Callable[[Atoms, UncertaintyError], object]
 #: Limit of each quantity if none is given, in out-of-bag RMSE.
 _DEFAULT = "1.5 rmse"
 _MULTIPLE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*(?:[x×*]\s*)?rmse\s*", re.IGNORECASE)
+#: Structures that are recognised if they come again: more than bands have images.
+_REMEMBERED = 1000
 _UNITS = {"energy": "eV per atom", "forces": "eV/Å", "novelty": ""}
 #: Results that have the quantities.
 _RESULTS = {
@@ -72,9 +74,10 @@ class Watch:
         whatever the action. `trusted` is where to go back to.
     action : {"warn", "raise"}, path or callable
         What happens beyond a limit: a warning, at the first structure and at the first after
-        structures within the limits; an `UncertaintyError`; the structure is added to an extended
-        XYZ file, a new one, once; or ``action(atoms, error)`` is called, for the quantity that is
-        the furthest beyond its limit, and again if others of the same structure are computed later.
+        structures within the limits; an `UncertaintyError`; the structure is added once to an
+        extended XYZ file, a new one for each process; or ``action(atoms, error)`` is called, for
+        the quantity that is the furthest beyond its limit, and again if others of the same
+        structure are computed later.
     min_steps : int
         Least number of structures from one that is added or passed on to the next.
     min_novelty : float
@@ -262,6 +265,8 @@ class Watch:
         if not errors or not (callable(self.action) if acted_on else self._is_apart(atoms)):
             return
         self._acted_on[key] = acted_on | {error.quantity for error in errors}
+        if len(self._acted_on) > _REMEMBERED:
+            del self._acted_on[next(iter(self._acted_on))]
         self._last = self._n_steps
         if callable(self.action):
             self.action(atoms, errors[0])
