@@ -583,8 +583,8 @@ class Calculator(ModelCalculator):
         if self.annotate:
             annotate(atoms, self.results)
         if self.watch is not None:
-            error = self.watch.check(atoms, self.results, is_new=self._is_new)
-            self._is_new, self._error = False, error or self._error
+            is_new, self._is_new = self._is_new, False
+            self._error = self.watch.check(atoms, self.results, is_new=is_new) or self._error
         if self._error is not None:
             raise self._error
 
