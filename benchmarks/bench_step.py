@@ -39,6 +39,8 @@ FIGURE = Path(__file__).parents[1] / "docs" / "_static" / "step.png"
 Step = Callable[[], object] | None
 #: The time of GFN2-xTB grows with the cube of the number of atoms.
 LARGEST_XTB = 50
+#: That of SevenNet is a second for a hundred atoms.
+LARGEST_NETWORK = 200
 #: Edge in Å of a box of liquid water, for each molecule along it.
 WATER = 3.107
 
@@ -97,7 +99,7 @@ def sevennet(system: System) -> Step:
     except ImportError:
         return None
     atoms = system.atoms.copy()
-    if len(atoms) > 1000:
+    if len(atoms) > LARGEST_NETWORK:
         return None
     atoms.calc = SevenNetCalculator("7net-0", device="cpu")
     return moving(atoms, Atoms.get_forces)
