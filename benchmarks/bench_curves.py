@@ -49,7 +49,7 @@ LABELS: dict[str, dict[str, Sequence[int]]] = {
         "qualms": (20, 50, 100, 200, 1000),
         "qualms, best": (1000,),
         "qualms, Δ": (20, 50, 100),
-        "FCHL19": (20, 50, 100),
+        "FCHL19": (20, 50),
         "gap_fit": (20, 50, 100, 200),
     },
     "3BPA": {"qualms": (50, 200, 400), "gap_fit": (50, 200)},
@@ -306,6 +306,7 @@ def draw_figure(runs: Sequence[Run]) -> None:
 
     styles = {
         "qualms": ("C0", "o-"),
+        "qualms, best": ("C0", "d"),
         "qualms, Δ": ("C1", "o-"),
         "FCHL19": ("C2", "s--"),
         "gap_fit": ("C3", "^--"),
@@ -320,7 +321,8 @@ def draw_figure(runs: Sequence[Run]) -> None:
             if errors:
                 points[n] = np.mean(errors)
         if points:
-            label = {"qualms, Δ": "qualms, Δ to GFN2-xTB"}.get(program, program)
+            names = {"qualms, Δ": "qualms, Δ to GFN2-xTB", "qualms, best": "qualms, effort best"}
+            label = names.get(program, program)
             axes.plot([*points], [*points.values()], style, color=color, label=label)
     for (who, of), marker in zip(PUBLISHED.items(), "*DX", strict=True):
         style: dict[str, Any] = {"linestyle": "none", "color": "C2" if "FCHL" in who else "black"}
