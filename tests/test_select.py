@@ -259,6 +259,7 @@ def test_command(energy_model, molecules, tmp_path, monkeypatch):
         place = ("pool0.xyz", index) if index < 40 else ("pool1.xyz", index - 40)
         assert (pick["file"], pick["structure"]) == place
     assert len(document["left_out"]) == 10
+    assert document["left_out"][3]["structure"] == 3
     model, pool = "model.safetensors", "pool0.xyz"
     assert qualms("select -n 5 -o next.xyz", model, pool).code == 2  # it exists
     assert qualms("select -n 5 -o pool0.xyz -f", model, pool).code == 2
@@ -269,3 +270,21 @@ def test_command(energy_model, molecules, tmp_path, monkeypatch):
         ended = qualms(f"select -n 3 -o new.xyz -f {words}", model, pool)
         assert ended.code == 0
         assert len(ase.io.read("new.xyz", ":")) == 3
+
+
+def test_files_of_the_command(energy_model, molecules, tmp_path, monkeypatch):
+    """Structures are named by their files, and no file is overwritten."""
+    monkeypatch.chdir(tmp_path)
+    energy_model.save("model.safetensors")
+    (tmp_path / "other").mkdir()
+    ase.io.write("a b.xyz", molecules[100:110])
+    ase.io.write("other/a b.xyz", [molecules[110], molecules[103], *molecules[111:115]])
+    pool = ("model.safetensors", "a b.xyz@2:8", "other/a b.xyz")
+    ended = qualms("select -n 9 -o next.xyz --json", *pool)
+    (left_out,) = ended.document["left_out"]
+    assert (left_out["file"], left_out["structure"]) == ("other/a b.xyz", 1)
+    assert left_out["reason"] == "is the same as structure 1 of a b.xyz@2:8"
+    assert {pick["file"] for pick in ended.document["picks"]} == {*pool[1:]}
+    before = (tmp_path / "a b.xyz").read_bytes()
+    assert qualms("select -n 3 -f -o", "a b.xyz", *pool).code == 2
+    assert (tmp_path / "a b.xyz").read_bytes() == before

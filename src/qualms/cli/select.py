@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from qualms.cli.options import FORMATS, RUNNING, Force, Json, Model, Quiet, Seed, with_options
-from qualms.cli.terminal import Terminal, naming_files
+from qualms.cli.terminal import Terminal, naming_files, with_files
 from qualms.errors import InputError, counted
 
 
@@ -57,7 +57,7 @@ def select(
 
     from qualms.active import select as choose
     from qualms.atomistic.model import AtomisticModel
-    from qualms.atomistic.structures import read_files
+    from qualms.atomistic.structures import Places, file_of, read_files
     from qualms.io.files import atomic_output, check_not_input, check_output
     from qualms.io.xyz import xyz_text
 
@@ -66,12 +66,13 @@ def select(
         raise InputError(f"{output} must end in .xyz.", parameter="--output")
     if for_ and at_random:
         raise InputError("--for and --random exclude each other.", parameter="--random")
-    check_not_input(output, model, *pool, *(labelled or ()), *(for_ or ()))
+    check_not_input(output, model, *map(file_of, (*pool, *(labelled or ()), *(for_ or ()))))
     check_output(output, force=force)
     loaded = AtomisticModel.load(
         model, threads=running["threads"], representation=running["weights"]
     )
     frames, places = read_files(pool)
+    paths = Places(tuple(map(str, pool)), places.sizes)  # names alone may be the same
     with naming_files(places):
         selection = choose(
             loaded,
@@ -84,23 +85,23 @@ def select(
             max_novelty=max_novelty,
             seed=seed,
         )
+        left_out = [(paths.place(i), with_files(why)) for i, why in selection.left_out.items()]
     units = loaded.settings.units_of("energy") or ""
     found, picks = [], []
     for rank, (atoms, index, std) in enumerate(
         zip(selection.frames, selection.indices.tolist(), selection.std.tolist(), strict=True), 1
     ):
-        path, number_in_file = places.place(index)
+        path, number_in_file = paths.place(index)
         marked: Atoms = atoms.copy()  # type: ignore[no-untyped-call]
         marked.info |= {"select_rank": rank, "select_std": std}
         found.append(xyz_text(marked))
         picks.append({"file": path, "structure": number_in_file, "std": std})
     with atomic_output(output, force=force, mode="w") as file:
         file.write("".join(found))
-    for i, reason in [*selection.left_out.items()][:10]:
-        path, number_in_file = places.place(i)
+    for (path, number_in_file), reason in left_out[:10]:
         terminal.info(f"Left out: structure {number_in_file} of {path} {reason}.")
-    if len(selection.left_out) > 10:
-        terminal.info(f"Left out: {len(selection.left_out)} structures in all.")
+    if len(left_out) > 10:
+        terminal.info(f"Left out: {len(left_out)} structures in all.")
     terminal.result(
         f"{counted(len(found), 'structure')} of {len(frames)} → {output}; σ from "
         f"{selection.std[0]:.3g} to {selection.std[-1]:.3g} {units}".rstrip(),
@@ -108,6 +109,9 @@ def select(
             "output": str(output),
             "units": units,
             "picks": picks,
-            "left_out": {str(i): reason for i, reason in selection.left_out.items()},
+            "left_out": [
+                {"file": path, "structure": number_in_file, "reason": reason}
+                for (path, number_in_file), reason in left_out
+            ],
         },
     )
