@@ -11,7 +11,7 @@ from test_cli import qualms
 from qualms import QualmsWarning
 from qualms.active import select
 from qualms.data import qm9
-from qualms.gp.sparse_gp import observed_rows
+from qualms.gp.sparse_gp import observed_covariances, observed_rows
 
 # --- the posterior after further observations ---
 
@@ -24,6 +24,8 @@ def test_covariances_after_observations(m, scale):
     found = observed_rows(B, V)
     expected = B @ B.T - B @ V.T @ np.linalg.solve(V @ V.T + np.eye(m), V @ B.T)
     np.testing.assert_allclose(found @ found.T, expected, atol=1e-9)
+    between = observed_covariances(B @ B[:3].T, B, B[:3], V)
+    np.testing.assert_allclose(between, expected[:, :3], atol=1e-9)
     # One by one, or together.
     one_by_one, history = B, np.eye(12)
     for row in V:
@@ -132,18 +134,28 @@ def test_variance_of_targets_is_reduced(energy_model, molecules):
         "random": select(energy_model, pool, 5, strategy="random"),
     }
     assert {*by["target"].indices} != {*by["random"].indices}
-    # The first choice is the best of all, by the exact posterior of the targets.
+    # Each choice is the best of all, by the exact posterior of the targets.
     rows = lambda frames: np.concatenate(  # noqa: E731
         [energy_model.fitted.pp_variance.rows(c.rows()) for c in energy_model.chunks(frames)]
     )
     B, T = rows(pool), rows(targets)
     sigma2 = (energy_model.predict(targets).std / [len(a) for a in targets]) ** 2
     noise = energy_model.record.quantities["energy"].noise
-    left = []
-    for row in B:
-        after = observed_rows(T, row[None] / noise)
-        left.append(np.mean(sigma2 * np.sum(after**2, axis=1) / np.sum(T**2, axis=1)))
-    assert int(np.argmin(left)) == by["target"].indices[0]
+    scale = sigma2 / np.sum(T**2, axis=1)
+    for choice in by["target"].indices:
+        afterwards = [observed_rows(T, row[None] / noise) for row in B]
+        left = [np.mean(scale * np.sum(after**2, axis=1)) for after in afterwards]
+        assert int(np.argmin(left)) == choice
+        B, T = observed_rows(B, B[choice][None] / noise), afterwards[choice]
+
+
+@pytest.mark.parametrize("n_targets", [20, 200])  # fewer than representatives, and more
+def test_number_of_targets(energy_model, molecules, n_targets):
+    """Several copies of the targets are the same as one."""
+    options = {"strategy": "target", "targets": molecules[180:200]}
+    expected = select(energy_model, molecules[100:180], 8, **options).indices.tolist()
+    options["targets"] = (molecules[180:200] * 10)[:n_targets]
+    assert select(energy_model, molecules[100:180], 8, **options).indices.tolist() == expected
 
 
 def test_selected_structures_teach_more_than_random_ones():

@@ -35,7 +35,7 @@ from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import check_structures, fingerprints, symbols_of
 from qualms.errors import InputError, counted, unknown_choice, warn
 from qualms.features.densities import find_neighbours
-from qualms.gp.sparse_gp import observed_rows
+from qualms.gp.sparse_gp import observed_covariances, observed_rows
 
 #: Structures, or the path of a file that has them.
 _Structures = Iterable[Atoms] | str | PathLike[str]
@@ -150,7 +150,7 @@ def select(
         if not some.any():
             raise InputError(_none_left(frames, left_out), parameter="max_novelty")
         usable, candidates = usable[some], _Candidates(*(values[some] for values in candidates))
-    aims = candidates
+    aims = None
     if targets is not None:
         aims = _candidates(model, list(structures_of(targets)))
     state = _State(candidates, aims, model.fitted.record.quantities[TARGET].noise ** 2)
@@ -180,13 +180,18 @@ def select(
 class _State:
     """Candidates, and structures that the model is for, given the choices so far."""
 
-    def __init__(self, candidates: _Candidates, aims: _Candidates, noise: float) -> None:
-        self.rows, self.scale = candidates.rows, candidates.scale
-        self.is_apart = aims is not candidates
-        self.aims, self.aims_scale = aims.rows, aims.scale
-        self.noise = noise
+    def __init__(self, candidates: _Candidates, aims: _Candidates | None, noise: float) -> None:
+        self.rows, self.scale, self.noise = candidates.rows, candidates.scale, noise
         #: (D, D): what the choices so far do to rows of the posterior
         self.history = np.eye(self.rows.shape[1])
+        #: (k, D): the mean calibrated variance of the aims is the sum of its squares; k ≤ D
+        self.aims = np.empty((0, self.rows.shape[1]))
+        if aims is not None:
+            weighted = np.sqrt(aims.scale / len(aims.rows))[:, None] * aims.rows
+            is_tall = len(weighted) > weighted.shape[1]
+            self.aims = np.asarray(np.linalg.qr(weighted, mode="r")) if is_tall else weighted
+        #: (N, k): of candidates and aims
+        self.covariances = self.rows @ self.aims.T
 
     @property
     def variance_left(self) -> Float64Array:
@@ -195,15 +200,15 @@ class _State:
 
     @property
     def gains(self) -> Float64Array:
-        """By how much the label of each candidate lowers the mean calibrated variance: (N,)."""
-        squares = (self.rows @ self.aims.T) ** 2 @ self.aims_scale / len(self.aims)
+        """By how much the energy of each candidate lowers the mean variance of the aims: (N,)."""
+        squares = np.einsum("ij,ij->i", self.covariances, self.covariances)
         v: Float64Array = np.einsum("ij,ij->i", self.rows, self.rows) + self.noise
-        return np.divide(squares, v, out=np.zeros_like(v), where=v > 0)
+        return np.asarray(squares / v)
 
     def observe(self, V: Float64Array) -> None:
         """Add observations V (m, D), relative to their noise."""
-        self.rows = observed_rows(self.rows, V)
-        self.aims = observed_rows(self.aims, V) if self.is_apart else self.rows
+        self.covariances = observed_covariances(self.covariances, self.rows, self.aims, V)
+        self.rows, self.aims = observed_rows(self.rows, V), observed_rows(self.aims, V)
         self.history = observed_rows(self.history, V)
 
 

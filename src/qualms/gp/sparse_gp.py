@@ -234,12 +234,28 @@ def observed_rows(B: FloatArray, V: FloatArray) -> Float64Array:
     With VVᵀ = U diag(λ) Uᵀ the square root is (1 + VᵀV)^(−½) = 1 − VᵀU diag(g) UᵀV, where
     g = (1 − (1 + λ)^(−½))/λ.
     """
-    values, U = np.linalg.eigh(V @ V.T)
-    values = np.maximum(values, 0.0)
+    values, along = _principal_observations(V)
     root = np.sqrt(1 + values)
     g = 1 / (root * (1 + root))  # (1 − 1/√(1 + λ))/λ, without cancellation
-    along = V.T @ U
     return np.asarray(B - ((B @ along) * g) @ along.T)
+
+
+def observed_covariances(
+    C: FloatArray, B: FloatArray, B_other: FloatArray, V: FloatArray
+) -> Float64Array:
+    """Return covariances C′ (n, n_other) after further observations V (m, r): see `observed_rows`.
+
+    C = B B_otherᵀ is that of rows B (n, r) and B_other (n_other, r) before. Where it is needed
+    after each of many observations, products of all rows with all others are not computed again.
+    """
+    values, along = _principal_observations(V)
+    return np.asarray(C - ((B @ along) / (1 + values)) @ (B_other @ along).T)
+
+
+def _principal_observations(V: FloatArray) -> tuple[Float64Array, Float64Array]:
+    """Return the eigenvalues λ (m,) of VVᵀ, and VᵀU (r, m) for its eigenvectors U."""
+    values, U = np.linalg.eigh(V @ V.T)
+    return np.maximum(values, 0.0), V.T @ U
 
 
 def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
