@@ -34,7 +34,7 @@ def test_covariances_after_observations(m, scale):
     np.testing.assert_allclose(one_by_one @ one_by_one.T, expected, atol=1e-6)
 
 
-def brute_force(model, pool, n, forces=False):
+def brute_force(model, pool, n, forces=False, stress=False):
     """The structures of largest variance, and its root, by the whole posterior each time."""
     from qualms.atomistic.forces import fill_rows, kernel_terms
     from qualms.atomistic.labels import ForceLabels
@@ -52,10 +52,11 @@ def brute_force(model, pool, n, forces=False):
         ((chunk),) = model.chunks([atoms])
         K = [chunk.rows()]
         if forces:
-            labels = ForceLabels([np.zeros((len(atoms), 3))], np.full((1, 6), np.nan))
-            K.append(np.zeros((3 * len(atoms), K[0].shape[1])))
-            fill_rows(np.zeros_like(K[0]), K[1], [atoms], labels, terms)
-            K[1] *= fitted.kernel_scale
+            virials = np.full((1, 6), 0.0 if stress else np.nan)
+            labels = ForceLabels([np.zeros((len(atoms), 3))], virials)
+            both = np.zeros((len(labels.y), K[0].shape[1]))
+            fill_rows(np.zeros_like(K[0]), both, [atoms], labels, terms)
+            K += np.split(both * fitted.kernel_scale, [3 * len(atoms)])
         rows.append([np.linalg.solve(whitening, k.T).T for k in K])
     start = np.array([r[0][0] @ np.linalg.solve(precision, r[0][0]) for r in rows])
     chosen, stds = [], []
@@ -65,8 +66,9 @@ def brute_force(model, pool, n, forces=False):
         score[chosen] = -1
         chosen.append(int(score.argmax()))
         stds.append(np.sqrt(score.max()))
-        for row, name in zip(rows[chosen[-1]], ("energy", "forces"), strict=False):
-            precision = precision + row.T @ row / noise[name] ** 2
+        for row, name in zip(rows[chosen[-1]], ("energy", "forces", "stress"), strict=False):
+            if len(row):
+                precision = precision + row.T @ row / noise[name] ** 2
     return chosen, stds
 
 
@@ -92,6 +94,16 @@ def test_forces_of_choices_count(alloys):
     np.testing.assert_allclose(selection.std, stds, rtol=1e-6)
     # They teach more than energies alone.
     assert selection.std[-1] < 0.9 * brute_force(model, pool, 6)[1][-1]
+
+
+def test_stresses_of_choices_count(alloys):
+    model = make_force_model(basis="environments", stress="virtual").fit(alloys[:24])
+    pool = copies(alloys[24:])
+    selection = select(model, pool, 4)
+    chosen, stds = brute_force(model, pool, 4, forces=True, stress=True)
+    assert selection.indices.tolist() == chosen
+    np.testing.assert_allclose(selection.std, stds, rtol=1e-6)
+    assert not np.allclose(stds, brute_force(model, pool, 4, forces=True)[1], rtol=1e-4)
 
 
 @pytest.fixture(scope="module")

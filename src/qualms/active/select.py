@@ -6,9 +6,9 @@ label and without another training. The calibrated variance of a structure falls
 its posterior variance.
 
 The posterior is exact for models that are spanned by environments; a choice then teaches its
-energy, and its forces if the model learns them. Other models have members that were drawn from
-their posterior. These are too few to hold what all forces on a structure say: choices teach
-energies alone.
+energy, and its forces and stress if the model learns them. Other models have members that were
+drawn from their posterior. These are too few to hold what all forces on a structure say: choices
+teach energies alone.
 
 All of this takes the kernel for right. Errors fall less with further labels than the variance of
 the posterior does: of two choices it says which is better, not what the error will be.
@@ -214,17 +214,21 @@ class _State:
 
 def _observations(fitted: Fitted, atoms: Atoms, state: _State, best: int) -> Float64Array:
     """Return the rows of the labels that a structure will have, relative to their noise: (m, D)."""
-    noise = {name: max(of.noise, 1e-300) for name, of in fitted.record.quantities.items()}
+    noise = {name: of.noise for name, of in fitted.record.quantities.items()}
     energy = state.rows[best : best + 1] / noise[TARGET]
-    if fitted.pp_variance is None or "forces" not in noise:
+    if fitted.pp_variance is None:
         return energy
-    n = len(atoms)
-    labels = ForceLabels([np.zeros((n, 3))], np.full((1, 6), np.nan))
-    K = np.zeros((1 + 3 * n, len(fitted.representatives)))
+    # A row for each component that is a number: here, that of its noise.
+    sigma_stress = noise.get("stress", np.nan) if atoms.cell.rank == 3 else np.nan
+    forces = np.full((len(atoms), 3), noise.get("forces", np.nan))
+    labels = ForceLabels([forces], np.full((1, 6), sigma_stress))
+    if not len(labels.y):
+        return energy
+    K = np.zeros((1 + len(labels.y), len(fitted.representatives)))
     terms = kernel_terms(fitted.representation, fitted.representatives)
     fill_rows(K[:1], K[1:], [atoms], labels, terms)
-    forces = fitted.pp_variance.rows(K[1:] * fitted.kernel_scale) @ state.history
-    return np.concatenate([energy, forces / noise["forces"]])
+    others = fitted.pp_variance.rows(K[1:] * fitted.kernel_scale) @ state.history
+    return np.concatenate([energy, others / labels.y[:, None]])
 
 
 def _candidates(model: AtomisticModel, frames: Sequence[Atoms]) -> _Candidates:
