@@ -209,6 +209,22 @@ def test_structures_that_cannot_be_chosen(energy_model, molecules):
         assert len(select(energy_model, pool, 4, labelled=molecules[:100]).frames) == 1
 
 
+def test_compositions_without_a_baseline():
+    """Energies of elements that always come together are not known."""
+    train = [Atoms("CO", [[0, 0, 0], [0, 0, 1.1 + 0.01 * i]]) for i in range(30)]
+    for i, atoms in enumerate(train):
+        atoms.info["e"] = 0.01 * (i - 10) ** 2
+    with pytest.warns(QualmsWarning, match="too few compositions"):
+        model = make_model("e", n_representatives=20).fit(train)
+    carbon = Atoms("C2", [[0, 0, 0], [0, 0, 1.25]])
+    stretched = Atoms("CO", [[0, 0, 0], [0, 0, 1.5]])
+    selection = select(model, [carbon, stretched], 1)
+    assert selection.indices.tolist() == [1]
+    assert "C2" in selection.left_out[0]
+    with rejects("targets"):
+        select(model, [stretched], 1, strategy="target", targets=[stretched, carbon])
+
+
 def test_unphysical_structures(energy_model, molecules):
     pool = molecules[100:140]
     novelty = energy_model.predict(pool).novelty
@@ -234,6 +250,9 @@ def test_bad_input(energy_model, shift_model, molecules):
         ({"strategy": "best"}, "strategy"),
         ({"strategy": "target"}, "targets"),
         ({"targets": molecules[:3]}, "targets"),
+        ({"strategy": "target", "targets": []}, "targets"),
+        ({"strategy": "target", "targets": [molecules[0], Atoms("Cu")]}, "targets"),
+        ({"strategy": "random", "seed": -1}, "seed"),
         ({"min_gap": -1}, "min_gap"),
         ({"max_novelty": 0}, "max_novelty"),
         ({"pool": []}, "pool"),
@@ -303,12 +322,16 @@ def test_files_of_the_command(energy_model, molecules, tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     ase.io.write("a b.xyz", molecules[100:110])
     ase.io.write("other/a b.xyz", [molecules[110], molecules[103], *molecules[111:115]])
+    ase.io.write("aims.xyz", [molecules[0], Atoms("Cu")])
     pool = ("model.safetensors", "a b.xyz@2:8", "other/a b.xyz")
     ended = qualms("select -n 9 -o next.xyz --json", *pool)
     (left_out,) = ended.document["left_out"]
     assert (left_out["file"], left_out["structure"]) == ("other/a b.xyz", 1)
     assert left_out["reason"] == "is the same as structure 1 of a b.xyz@2:8"
     assert {pick["file"] for pick in ended.document["picks"]} == {*pool[1:]}
+    ended = qualms("select -n 3 -f -o next.xyz --for aims.xyz", *pool)
+    assert ended.code == 2
+    assert "Structure 1 of --for contains Cu" in ended.err
     before = (tmp_path / "a b.xyz").read_bytes()
     assert qualms("select -n 3 -f -o", "a b.xyz", *pool).code == 2
     assert (tmp_path / "a b.xyz").read_bytes() == before

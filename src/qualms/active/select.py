@@ -134,7 +134,10 @@ def select(
     (10, (10,))
     """
     _check(model.fitted, n, strategy, targets)
-    gap = check_integer("min_gap", min_gap, 0)
+    gap, seed = check_integer("min_gap", min_gap, 0), check_integer("seed", seed, 0)
+    if max_novelty is not None:
+        check_number("max_novelty", max_novelty, 0, strict=True)
+    aimed = None if targets is None else _predicted(targets, model.fitted)
     frames = list(structures_of(pool))
     left_out = _unusable(frames, model.fitted, list(structures_of(labelled)))
     usable = np.array([i for i in range(len(frames)) if i not in left_out], dtype=np.intp)
@@ -142,17 +145,14 @@ def select(
         raise InputError(_none_left(frames, left_out), parameter="pool")
     candidates = _candidates(model, [frames[i] for i in usable])
     if max_novelty is not None:
-        limit = check_number("max_novelty", max_novelty, 0, strict=True)
         for i, novelty in zip(usable.tolist(), candidates.novelty.tolist(), strict=True):
-            if novelty > limit:
+            if novelty > max_novelty:
                 left_out[i] = f"has a novelty of {novelty:.3g}"
-        some = candidates.novelty <= limit
+        some = candidates.novelty <= max_novelty
         if not some.any():
             raise InputError(_none_left(frames, left_out), parameter="max_novelty")
         usable, candidates = usable[some], _Candidates(*(values[some] for values in candidates))
-    aims = None
-    if targets is not None:
-        aims = _candidates(model, list(structures_of(targets)))
+    aims = None if aimed is None else _candidates(model, aimed)
     state = _State(candidates, aims, model.fitted.record.quantities[TARGET].noise ** 2)
     order = np.random.default_rng(seed).permutation(len(usable)).astype(np.float64)
     ranks: dict[str, Callable[[], Float64Array]] = {
@@ -259,23 +259,44 @@ def _rows(fitted: Fitted, batch: StructurePrediction, sizes: Float64Array) -> Fl
 def _unusable(frames: Sequence[Atoms], fitted: Fitted, labelled: Sequence[Atoms]) -> dict[int, str]:
     """Return why structures are no candidates, by their number in the pool."""
     reasons: dict[int, str] = {}
-    known = {*fitted.representation.species}
     seen = dict.fromkeys(fingerprints(labelled), "is labelled")
     for i, atoms in enumerate(frames):
-        try:
-            check_structures([atoms])
-        except InputError as error:
-            reasons[i] = str(error).removeprefix("Structure 0 ").rstrip(".")
+        if reason := _not_predicted(atoms, fitted):
+            reasons[i] = reason
             continue
         (print_,) = fingerprints([atoms])
-        if others := {*atoms.numbers.tolist()} - known:
-            reasons[i] = f"contains {symbols_of(sorted(others))}, which the model does not know"
-        elif print_ in seen:
+        if print_ in seen:
             reasons[i] = seen[print_]
         elif clash := _clash(atoms):
             reasons[i] = clash
         seen.setdefault(print_, f"is the same as structure {i}")
     return reasons
+
+
+def _not_predicted(atoms: Atoms, fitted: Fitted) -> str:
+    """Return why the model cannot predict a structure, if it cannot."""
+    try:
+        check_structures([atoms])
+    except InputError as error:
+        return str(error).removeprefix("Structure 0 ").rstrip(".")
+    if others := {*atoms.numbers.tolist()} - {*fitted.representation.species}:
+        return f"contains {symbols_of(sorted(others))}, which the model does not know"
+    try:
+        fitted.baseline.check_compositions([atoms])
+    except InputError:
+        return f"is {atoms.symbols}, a composition without a baseline"
+    return ""
+
+
+def _predicted(targets: _Structures, fitted: Fitted) -> list[Atoms]:
+    """Return structures, all of which the model can predict."""
+    frames = list(structures_of(targets))
+    if not frames:
+        raise InputError("`targets` has no structures.", parameter="targets")
+    for i, atoms in enumerate(frames):
+        if reason := _not_predicted(atoms, fitted):
+            raise InputError(f"Structure {i} of `targets` {reason}.", parameter="targets")
+    return frames
 
 
 def _clash(atoms: Atoms) -> str:

@@ -131,6 +131,7 @@ _OTHER_NAMES = {
     "representation": ("weights",),
     "source": ("data",),
     "std": ("std_column",),
+    "targets": ("for_",),
     "unknown_species": ("ignore_unknown", "skip_unknown_species"),
 }
 #: Kinds of properties that are flags of `train`.
