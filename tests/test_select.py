@@ -106,6 +106,20 @@ def test_stresses_of_choices_count(alloys):
     assert not np.allclose(stds, brute_force(model, pool, 4, forces=True)[1], rtol=1e-4)
 
 
+def test_of_rotated_copies_the_first_is_chosen(energy_model, molecules):
+    """Their variances are equal up to rounding."""
+    rng, pool = np.random.default_rng(0), []
+    for atoms in molecules[100:130]:
+        for _ in range(4):
+            image = atoms.copy()
+            image.positions @= np.linalg.qr(rng.normal(size=(3, 3)))[0]
+            pool.append(image)
+    indices = select(energy_model, pool, 20).indices
+    for i in np.unique(indices // 4):
+        copies_of = indices[indices // 4 == i] % 4
+        assert copies_of.tolist() == [*range(len(copies_of))]
+
+
 @pytest.fixture(scope="module")
 def drawn(alloys):
     """A model without exact rows of the posterior: its basis are labels."""

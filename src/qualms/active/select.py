@@ -36,6 +36,7 @@ from qualms.atomistic.structures import check_structures, fingerprints, symbols_
 from qualms.errors import InputError, counted, unknown_choice, warn
 from qualms.features.densities import find_neighbours
 from qualms.gp.sparse_gp import observed_covariances, observed_rows
+from qualms.resources import limited
 
 #: Structures, or the path of a file that has them.
 _Structures = Iterable[Atoms] | str | PathLike[str]
@@ -43,6 +44,8 @@ _Structures = Iterable[Atoms] | str | PathLike[str]
 STRATEGIES = ("variance", "target", "random")
 #: Atoms closer than this share of the sum of their covalent radii clash.
 MIN_DISTANCE = 0.5
+#: Relative difference of scores that are equal up to rounding.
+_TIE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -164,12 +167,15 @@ def select(
     stds: list[float] = []
     available: BoolArray = np.ones(len(usable), dtype=bool)
     while len(chosen) < n and available.any():
-        best = int(np.argmax(np.where(available, ranks[strategy](), -np.inf)))
-        chosen.append(best)
-        stds.append(float(np.sqrt(state.variance_left[best])))
-        available &= np.abs(usable - usable[best]) > gap
-        available[best] = False
-        state.observe(_observations(model.fitted, frames[usable[best]], state, best))
+        with limited(model.threads):
+            scores = np.where(available, ranks[strategy](), -np.inf)
+            # Of equal ones, such as rotated copies, the first: rounding does not decide.
+            best = int(np.argmax(scores >= (1 - _TIE) * scores.max()))
+            chosen.append(best)
+            stds.append(float(np.sqrt(state.scale[best])) * float(np.linalg.norm(state.rows[best])))
+            available &= np.abs(usable - usable[best]) > gap
+            available[best] = False
+            state.observe(_observations(model.fitted, frames[usable[best]], state, best))
     if len(chosen) < n:
         reason = f", {gap} frames apart" if gap else ""
         warn(f"Only {counted(len(chosen), 'structure')} of {n} can be chosen{reason}.")
