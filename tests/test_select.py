@@ -239,6 +239,13 @@ def test_compositions_without_a_baseline():
         select(model, [stretched], 1, strategy="target", targets=[stretched, carbon])
 
 
+def test_structures_in_messages_have_their_numbers_in_the_pool(energy_model, molecules):
+    ion = molecules[111].copy()
+    ion.info["charge"] = 1
+    with pytest.warns(QualmsWarning, match="Structure 2, .* 'charge'"):
+        select(energy_model, [molecules[0], Atoms("Cu"), ion], 1, labelled=molecules[:1])
+
+
 def test_unphysical_structures(energy_model, molecules):
     pool = molecules[100:140]
     novelty = energy_model.predict(pool).novelty
@@ -271,7 +278,11 @@ def test_bad_input(energy_model, shift_model, molecules):
         ({"max_novelty": 0}, "max_novelty"),
         ({"pool": []}, "pool"),
         ({"pool": [Atoms("Cu")]}, "pool"),
-        ({"pool": molecules[0]}, "frames"),
+        ({"pool": molecules[0]}, "pool"),
+        ({"labelled": molecules[0]}, "labelled"),
+        ({"labelled": None}, "labelled"),
+        ({"labelled": [1]}, "labelled"),
+        ({"strategy": "target", "targets": 3}, "targets"),
         ({"model": shift_model}, "model"),
     ):
         given = {"model": energy_model, "pool": molecules[100:110], "n": 2} | options

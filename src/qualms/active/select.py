@@ -141,12 +141,12 @@ def select(
     if max_novelty is not None:
         check_number("max_novelty", max_novelty, 0, strict=True)
     aimed = None if targets is None else _predicted(targets, model.fitted)
-    frames = list(structures_of(pool))
-    left_out = _unusable(frames, model.fitted, list(structures_of(labelled)))
+    frames = list(structures_of(pool, "pool"))
+    left_out = _unusable(frames, model.fitted, _labelled(labelled))
     usable = np.array([i for i in range(len(frames)) if i not in left_out], dtype=np.intp)
     if not len(usable):
         raise InputError(_none_left(frames, left_out), parameter="pool")
-    candidates = _candidates(model, [frames[i] for i in usable])
+    candidates = _candidates(model, [frames[i] for i in usable], usable.tolist())
     if max_novelty is not None:
         for i, novelty in zip(usable.tolist(), candidates.novelty.tolist(), strict=True):
             if novelty > max_novelty:
@@ -237,10 +237,12 @@ def _observations(fitted: Fitted, atoms: Atoms, state: _State, best: int) -> Flo
     return np.concatenate([energy, others / labels.y[:, None]])
 
 
-def _candidates(model: AtomisticModel, frames: Sequence[Atoms]) -> _Candidates:
-    """Return rows of the posterior and calibrated variances of structures."""
+def _candidates(
+    model: AtomisticModel, frames: Sequence[Atoms], numbers: Sequence[int] | None = None
+) -> _Candidates:
+    """Return rows of the posterior and calibrated variances of structures with these numbers."""
     request, parts = Request(rows=True, learned=True), []
-    for batch in model.stream(frames, request):
+    for batch in model.stream(frames, request, numbers=numbers):
         sizes = np.ones(len(batch))
         if model.settings.kind == "extensive":
             sizes = np.array([len(atoms) for atoms in batch.parts.frames], dtype=np.float64)
@@ -294,9 +296,22 @@ def _not_predicted(atoms: Atoms, fitted: Fitted) -> str:
     return ""
 
 
+def _labelled(labelled: _Structures) -> list[Atoms]:
+    """Return structures, whatever their geometry."""
+    frames = list(structures_of(labelled, "labelled"))
+    for i, atoms in enumerate(frames):
+        if not isinstance(atoms, Atoms):
+            raise InputError(
+                f"Structure {i} of `labelled` is an object of type {type(atoms).__name__}, not "
+                "ase.Atoms.",
+                parameter="labelled",
+            )
+    return frames
+
+
 def _predicted(targets: _Structures, fitted: Fitted) -> list[Atoms]:
     """Return structures, all of which the model can predict."""
-    frames = list(structures_of(targets))
+    frames = list(structures_of(targets, "targets"))
     if not frames:
         raise InputError("`targets` has no structures.", parameter="targets")
     for i, atoms in enumerate(frames):

@@ -276,6 +276,7 @@ class AtomisticModel:
         *,
         unknown_species: str = "error",
         potential: Potential | None = None,
+        numbers: Iterable[int] | None = None,
     ) -> Iterator[StructurePrediction]:
         """Yield predictions in chunks of structures; `frames` may be larger than memory.
 
@@ -290,6 +291,8 @@ class AtomisticModel:
             That of the model, for the steps of a simulation. Energies then come from the features
             that have derivatives, also without these: in this process, and equal to those that come
             with forces.
+        numbers : iterable of int, optional
+            Of the structures, in messages; 0, 1, … by default.
         """
         derivatives = request.forces or request.stress
         if derivatives:
@@ -302,7 +305,12 @@ class AtomisticModel:
         if potential is None and (derivatives or self.fitted.has_label_basis):
             potential = self.potential
         baseline = None if request.learned else self.baseline_potential
-        chunks = self.chunks(frames, unknown_species=unknown_species, features=potential is None)
+        chunks = self.chunks(
+            frames,
+            unknown_species=unknown_species,
+            features=potential is None,
+            numbers=numbers,
+        )
         for chunk in chunks:
             n_atoms = None if potential is None else sum(map(len, chunk.frames))
             threads = 1 if n_atoms is not None and n_atoms <= SMALL else self.threads
@@ -310,7 +318,12 @@ class AtomisticModel:
                 yield predict_chunk(chunk, request, potential, baseline, threads)
 
     def chunks(
-        self, frames: _Structures, *, unknown_species: str = "error", features: bool = True
+        self,
+        frames: _Structures,
+        *,
+        unknown_species: str = "error",
+        features: bool = True,
+        numbers: Iterable[int] | None = None,
     ) -> Iterator[Chunk]:
         """Yield structures and their features in chunks.
 
@@ -322,6 +335,8 @@ class AtomisticModel:
             Whether atoms of species that the model was not trained on are an error, or left out.
         features : bool
             Whether features are computed.
+        numbers : iterable of int, optional
+            See `stream`.
         """
         if unknown_species not in ("error", "ignore"):
             raise InputError(
@@ -335,6 +350,7 @@ class AtomisticModel:
             threads=self.threads,
             allow_unknown=unknown_species == "ignore",
             features=features,
+            numbers=numbers,
         )
         with limited(self.threads):
             for chunk in chunks:
@@ -484,15 +500,15 @@ AtomisticModel.__doc__ = cleandoc(AtomisticModel.__doc__ or "").replace(
 )
 
 
-def structures_of(frames: _Structures) -> Iterable[Atoms]:
-    """Return structures; those of a file are read one by one."""
+def structures_of(frames: _Structures, name: str = "frames") -> Iterable[Atoms]:
+    """Return structures, an argument of this name; those of a file are read one by one."""
     if isinstance(frames, (str, PathLike)):
         return iter_frames(frames)
-    check_not_single(frames)
+    check_not_single(frames, name)
     if not isinstance(frames, Iterable):
         raise InputError(
-            f"`frames` is {frames!r}; it must be a list of structures, or the path of a file.",
-            parameter="frames",
+            f"`{name}` is {frames!r}; it must be a list of structures, or the path of a file.",
+            parameter=name,
         )
     return frames
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -329,6 +329,7 @@ def stream_chunks(
     threads: int = 1,
     allow_unknown: bool = False,
     features: bool = True,
+    numbers: Iterable[int] | None = None,
 ) -> Iterator[Chunk]:
     """Yield structures, which may come from a generator, with their features, in order.
 
@@ -341,6 +342,8 @@ def stream_chunks(
         Whether atoms of unknown species are left out, rather than an error.
     features : bool
         Whether features are computed.
+    numbers : iterable of int, optional
+        Of the structures, in messages; 0, 1, … by default.
     """
     batch = min(max(_BYTES // (8 * fitted.representation.n_features), 256), BATCH)
     waiting: deque[tuple[Atoms, Atoms, IntArray, list[str]]] = deque()
@@ -349,7 +352,7 @@ def stream_chunks(
 
     def structures() -> Iterator[tuple[Atoms, IntArray]]:
         is_alike = True
-        for index, atoms in enumerate(frames):
+        for index, atoms in zip(count() if numbers is None else numbers, frames, strict=False):
             check_structures([atoms], first=index)
             differing = []
             if training_state is not None:

@@ -444,11 +444,11 @@ def numbered(part: Part) -> Iterator[None]:
 # --- checks and facts ---
 
 
-def check_not_single(frames: object) -> None:
+def check_not_single(frames: object, name: str = "frames") -> None:
     """Reject one structure where several are expected: it is iterable, too, over its atoms."""
     if isinstance(frames, Atoms):
         raise InputError(
-            "`frames` is a single ase.Atoms; write [atoms], a list of one.", parameter="frames"
+            f"`{name}` is a single ase.Atoms; write [atoms], a list of one.", parameter=name
         )
 
 
