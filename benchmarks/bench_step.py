@@ -342,7 +342,7 @@ def draw(measured: list[tuple[System, dict[str, float]]]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     colors = (
         "#0b6e8f", "#59b3d0", "#2a9d5c", "#8fce9f", "#e0a030", "#8a8a8a", "#c8553d", "#6a4c93"
     )  # fmt: skip
@@ -357,11 +357,13 @@ def draw(measured: list[tuple[System, dict[str, float]]]) -> None:
                 style = "o-" if is_water else "D"
                 label = name if is_water else None
                 axes.loglog(n, ms, style, color=color, markersize=4, label=label)
-    axes.plot([], [], "D", color="#444444", markersize=4, label="propane, azobenzene; lines: water")
+    axes.plot(
+        [], [], "D", color="#444444", markersize=4, label="propane, azobenzene\n(lines: water)"
+    )
     axes.set_xlabel("atoms")
     axes.set_ylabel("CPU time of a step, ms")
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(frameon=False, fontsize=9, loc="outside right upper")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(FIGURE, dpi=150)
