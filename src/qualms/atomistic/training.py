@@ -309,7 +309,7 @@ def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple
         # That of one process, so that the number does not depend on workers.
         if memory_needed(settings, data, n).together <= memory:
             break
-        n, limit = max(n // 2, SMALLEST), "the memory"
+        n, limit = max(9 * n // 10, SMALLEST), "the memory"
     return n, limit
 
 
