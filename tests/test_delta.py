@@ -163,6 +163,10 @@ def test_calculators_have_the_derivatives_of_the_total_energy(model, totals, mem
     assert computed.get_stress()[0] == pytest.approx(slope(strain=h) / atoms.cell.volume, abs=1e-5)
     alone = with_calculator(atoms).get_potential_energy()  # without forces
     assert computed.get_potential_energy() == pytest.approx(alone, abs=1e-8)
+    atoms.pbc = False
+    molecule = with_calculator(atoms).get_forces()
+    atoms.cell = None
+    np.testing.assert_allclose(with_calculator(atoms).get_forces(), molecule, atol=1e-10)
 
 
 def test_values_of_keys_and_of_a_calculator_are_the_same(model, path, totals, alloys, tmp_path):

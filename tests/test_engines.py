@@ -39,12 +39,20 @@ from qualms.engines.export import export, literal
 from qualms.engines.lammps import attach
 from qualms.thermo import reweight
 
+#: What the exported file needs: LAMMPS with Python, and its Python module.
+HAS_MODULE = """
+python test input 1 SELF format p here "def test(pointer): import lammps; print(lammps.lammps)"
+python test invoke
+"""
+
 
 def with_python():
     """The LAMMPS that runs Python, and the folder of its mpirun; that of PyPI does not."""
     for path in filter(None, (shutil.which("lmp"), shutil.which("lmp", path="/usr/bin"))):
-        listed = subprocess.run([path, "-h"], capture_output=True, text=True, check=False).stdout
-        if " PYTHON " in f" {' '.join(listed.split())} ":
+        ended = subprocess.run(
+            [path, "-log", "none"], input=HAS_MODULE, capture_output=True, text=True, check=False
+        )
+        if "class" in ended.stdout:
             return path, shutil.which("mpirun", path=str(Path(path).parent))
     return None, None
 
@@ -140,6 +148,10 @@ def test_command(model_file, tmp_path, monkeypatch):
     of_lammps = ("lammps --types 'Cu H'", "lammps --types ''")
     of_lammps = (*of_lammps, "lammps --forces-uncertainty-every 0")
     others = ("ipi --types Cu", "metatomic --types Cu", "ipi --forces-uncertainty-every 2")
+    for name in ("pes", "pes.txt", "qualms.py", "numpy.py"):  # i-PI could not import it
+        ended = qualms(f"export --to ipi -o {name}", model_file)
+        assert ended.code == 2
+        assert not Path(name).exists()
     wrongs = ("gromacs", *of_lammps, *others)
     for wrong in (f"--to {words}" for words in wrongs):
         ended = qualms(f"export {wrong} -o wrong.lmp", model_file)
@@ -176,7 +188,7 @@ def unusable(alloys, molecules, tmp_path_factory):
 )
 def test_models_without_what_a_simulation_needs(engine, name, parameter, unusable, tmp_path):
     with rejects(parameter):
-        export(unusable / f"{name}.safetensors", engine, tmp_path / "out")
+        export(unusable / f"{name}.safetensors", engine, tmp_path / "out.py")
     assert not any(tmp_path.iterdir())
 
 

@@ -232,7 +232,7 @@ class ModelCalculator(UncertaintyCalculator):
         return self.model.n_members
 
     def _compute(self, atoms: Atoms, properties: Sequence[str]) -> Results:
-        has_volume = atoms.cell.rank == 3
+        has_volume = bool(atoms.cell.rank == 3)
         needs = set[str]().union(*(_NEEDS.get(name, ()) for name in properties))
         if "stress" in needs and not has_volume:
             raise PropertyNotImplementedError("stress needs a cell that has a volume")

@@ -72,7 +72,8 @@ _LAMMPS = dedent('''\
                         if name.split('.')[0] in ('lammps', 'mpi4py'):
                             del sys.modules[name]
             else:
-                raise ImportError('its Python module cannot be used (%s)' % problem)
+                raise ImportError('its Python module, of Debian the package python3-lammps, '
+                    'cannot be used (%s)' % problem)
             sys.path[:] = {folders} + path
             from qualms.engines.lammps import attach_exported
         except ImportError as error:
@@ -162,8 +163,15 @@ def export(
     if types is not None and not types:
         raise InputError("`types` are empty: name the element of each.", parameter="types")
     check_not_input(output, model)
-    calculator = _check(check_input(model, "model"), types)
     name = Path(output).name
+    if to == "ipi" and (Path(name).suffix != ".py" or Path(name).stem in sys.modules):
+        raise InputError(
+            f"i-PI imports the file as a module of its name, and {name!r} "
+            + ("does not end in .py" if Path(name).suffix != ".py" else "replaces another one")
+            + ". Use a name such as qualms_pes.py.",
+            parameter="output",
+        )
+    calculator = _check(check_input(model, "model"), types)
     # LAMMPS takes the first word alone.
     quoted = f'"{name}"' if to == "lammps" and re.search(r"\s", name) else name
     usage = ENGINES[to].usage.format(name=quoted)
