@@ -14,8 +14,11 @@ from qualms.gp.kernels import (
     average_over_structures,
     median_length_scale,
     normalize_rows,
+    pack,
+    pack_symmetric,
     squared_distances,
     unit_scale,
+    unpack,
 )
 
 rng = np.random.default_rng(0)
@@ -143,3 +146,13 @@ def test_leading_features_in_float64_make_float32_as_good():
 def test_bad_input(parameter, call):
     with rejects(parameter):
         call()
+
+
+def test_packed_matrices_have_the_inner_products_of_the_matrices():
+    A, B = np.random.default_rng(0).normal(size=(2, 5, 4, 4))
+    A, B = A + A.swapaxes(1, 2), B + B.swapaxes(1, 2)
+    np.testing.assert_allclose(pack(A) @ pack(B).T, np.einsum("aij,bji->ab", A, B), atol=1e-12)
+    np.testing.assert_allclose(unpack(pack(A)), A, atol=1e-14)
+    upper = np.triu(A)
+    np.testing.assert_allclose(pack_symmetric(upper), pack(upper + upper.swapaxes(1, 2)))
+    assert pack(A[:0]).shape == pack_symmetric(A[:0]).shape == (0, 10)

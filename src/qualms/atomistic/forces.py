@@ -36,9 +36,22 @@ from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.labels import ForceLabels
 from qualms.errors import InputError, QualmsWarning
-from qualms.features.base import Changes, DifferentiableFeatures, Representation, Tape
+from qualms.features.base import (
+    Changes,
+    DifferentiableFeatures,
+    Representation,
+    Tape,
+    offsets_of,
+)
 from qualms.features.soap import REMEDY
-from qualms.gp.kernels import PowerKernel, ProductKernel, pack, product_terms, unpack
+from qualms.gp.kernels import (
+    PowerKernel,
+    ProductKernel,
+    pack,
+    pack_symmetric,
+    product_terms,
+    unpack,
+)
 from qualms.resources import limited
 
 #: Derivatives by the positions of atoms, and perhaps by strain.
@@ -482,17 +495,17 @@ def packed_labels(terms: Sequence[KernelTerm], atoms: Atoms, known: BoolArray) -
     rows : (1 + k, p) array
         Average over environments, forces, and virials per atom.
     """
-    of_forces, of_virial = known[:-6].reshape(-1, 3), known[-6:]
-    parts = [
-        math.sqrt(term.share) * _packed_by_term(term, atoms, of_forces, of_virial) for term in terms
-    ]
-    return np.concatenate(parts, axis=1)
+    edges = offsets_of([term.packed_size for term in terms])
+    rows = np.empty((1 + int(known.sum()), edges[-1]))
+    for term, a, b in zip(terms, edges[:-1], edges[1:], strict=True):
+        _pack_labels(rows[:, a:b], term, atoms, known[:-6].reshape(-1, 3), known[-6:])
+    return rows
 
 
-def _packed_by_term(
-    term: KernelTerm, atoms: Atoms, of_forces: BoolArray, of_virial: BoolArray
-) -> Float64Array:
-    """Return the packed labels of a structure, for the features of one term: (1 + k, p)."""
+def _pack_labels(
+    rows: Float64Array, term: KernelTerm, atoms: Atoms, of_forces: BoolArray, of_virial: BoolArray
+) -> None:
+    """Fill in the packed labels of a structure, for the features of one term: (1 + k, p)."""
     n, strain, moving = len(atoms), bool(of_virial.any()), np.asarray(of_forces.any(axis=1))
     q, first = term.representatives.shape[1], 0
     environments, owners, movers = [], [], []
@@ -521,13 +534,17 @@ def _packed_by_term(
     owner, mover = np.concatenate(none + owners), np.concatenate(none + movers)
     order = np.argsort(mover, kind="stable")
     edges = np.searchsorted(mover[order], np.arange(n + 1))
-    rows = [pack(x.T @ x)[None] / n]
+    factor, first = math.sqrt(term.share), 1
+    rows[0] = pack(x.T @ x) * (factor / n)
+    x = -factor * x
     for j in np.flatnonzero(moving):
         some = order[edges[j] : edges[j + 1]]
-        A = np.tensordot(d[some][:, of_forces[j]], x[owner[some]], axes=(0, 0))
-        rows.append(-pack(A + A.swapaxes(1, 2)))
-    A = virials[of_virial]
-    return np.concatenate([*rows, pack(A + A.swapaxes(1, 2)) / n])
+        moved = d[some] if of_forces[j].all() else d[some][:, of_forces[j]]
+        A = moved.reshape(len(some), -1).T @ x[owner[some]]
+        k = moved.shape[1]
+        rows[first : first + k] = pack_symmetric(A.reshape(k, q, q))
+        first += k
+    rows[first:] = pack_symmetric(virials[of_virial]) * (factor / n)
 
 
 def _of_x(tape: Tape, changes: Float64Array, owners: IntArray) -> Float64Array:

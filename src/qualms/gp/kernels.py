@@ -324,23 +324,37 @@ def pack(A: Float64Array) -> Float64Array:
     Elements off the diagonal are multiplied by √2, so that inner products of rows are those of the
     matrices, tr AB. With (x·y)² = tr xxᵀyyᵀ, the power kernel of ζ = 2 is linear in packed squares.
     """
-    rows, columns, factors = _triangle(A.shape[-1])
-    return np.asarray(A[..., rows, columns] * factors)
+    upper, _, factors = _triangle(A.shape[-1])
+    packed = A.reshape(*A.shape[:-2], A.shape[-1] ** 2).take(upper, axis=-1)
+    packed *= factors
+    return packed
+
+
+def pack_symmetric(A: Float64Array) -> Float64Array:
+    """Return the packed A + Aᵀ of any matrices (…, q, q): (…, q(q + 1)/2)."""
+    upper, lower, factors = _triangle(A.shape[-1])
+    flat = A.reshape(*A.shape[:-2], A.shape[-1] ** 2)
+    packed = flat.take(upper, axis=-1)
+    packed += flat.take(lower, axis=-1)
+    packed *= factors
+    return packed
 
 
 def unpack(packed: Float64Array) -> Float64Array:
     """Return the symmetric matrices (…, q, q) of packed ones (…, q(q + 1)/2)."""
     q = (math.isqrt(8 * packed.shape[-1] + 1) - 1) // 2
-    rows, columns, factors = _triangle(q)
-    A = np.empty((*packed.shape[:-1], q, q))
-    A[..., rows, columns] = A[..., columns, rows] = packed / factors
-    return A
+    upper, lower, factors = _triangle(q)
+    A = np.empty((*packed.shape[:-1], q * q))
+    A[..., upper] = A[..., lower] = packed / factors
+    return A.reshape(*packed.shape[:-1], q, q)
 
 
 @lru_cache(maxsize=16)
 def _triangle(q: int) -> tuple[IntArray, IntArray, Float64Array]:
+    """Return where the upper triangle is in a flat matrix and in its transpose, and factors."""
     rows, columns = np.triu_indices(q)
-    return rows, columns, np.where(rows == columns, 1.0, math.sqrt(2.0))
+    factors = np.where(rows == columns, 1.0, math.sqrt(2.0))
+    return rows * q + columns, columns * q + rows, factors
 
 
 def average_over_structures(K: FloatArray, offsets: IntArray) -> Float64Array:
