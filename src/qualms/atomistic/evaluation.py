@@ -23,6 +23,7 @@ from qualms.atomistic.settings import Settings
 from qualms.atomistic.structures import Part, check_structures, divided_among, symbols_of
 from qualms.atomistic.training import not_zero_by_symmetry
 from qualms.calibration.methods import MODEL_METHODS
+from qualms.calibration.sequential import calibration_scores
 from qualms.errors import CalibrationError, InputError, counted, unknown_choice, warn
 from qualms.evaluation import Evaluation, energy_factor
 from qualms.execution import Workers, as_workers
@@ -132,6 +133,7 @@ def evaluate(
     per: str | None = None,
     unknown_species: str | None = "error",
     skip_failed: bool = False,
+    compare: bool = True,
     stages: Stages | None = None,
     executor: Executor | Any | None = None,
 ) -> dict[str, Evaluation]:
@@ -154,6 +156,8 @@ def evaluate(
     skip_failed : bool
         Whether structures for which the baseline potential fails are left out with
         a warning, rather than an error.
+    compare : bool
+        Whether other calibrations, and the projected process, have scores as well.
     stages : Stages, optional
         Shows the progress.
     executor : concurrent.futures.Executor or dask.distributed.Client, optional
@@ -187,9 +191,11 @@ def evaluate(
             references = _computable(model.baseline_potential, frames, references, skip_failed)
     used = np.unique(np.concatenate([of.structure for of in references.values()]))
     structures = [frames[i] for i in used]
-    prediction = _predict(model, structures, references, stages, as_workers(executor))
+    prediction = _predict(
+        model, structures, references, stages, as_workers(executor), process=compare
+    )
     others = {}
-    for method in MODEL_METHODS:
+    for method in MODEL_METHODS if compare else ():
         if method not in ("none", fitted.settings.calibration):
             with suppress(CalibrationError):
                 others[method] = fitted.with_calibration(method)
@@ -201,6 +207,63 @@ def evaluate(
         if evaluation is not None:
             evaluations[name] = evaluation
     return evaluations
+
+
+def out_of_bag_scores(model: AtomisticModel, quantity: str | None = None) -> Float64Array:
+    """Return ⟨z²/σ²⟩ of each out-of-bag structure: the reference of a `CalibrationTest`.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    quantity : str, optional
+        "forces" by default, if the model has calibrated them, or else "energy", which stands for
+        any target.
+    """
+    name = _calibrated_quantity(model, quantity)
+    points = model.out_of_bag[name]
+    assert points.structure is not None
+    std = model.fitted.calibrations[name].std_of(points)
+    return calibration_scores(points.residuals, std, points.structure)
+
+
+def label_scores(
+    model: AtomisticModel, frames: Sequence[Atoms], quantity: str | None = None
+) -> Float64Array:
+    """Return ⟨z²/σ²⟩ of each new structure, for `CalibrationTest.update`.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    frames : sequence of Atoms
+        Structures with labels, all of which the quantity must have.
+    quantity : str, optional
+        See `out_of_bag_scores`.
+    """
+    name = _calibrated_quantity(model, quantity)
+    of = evaluate(model, frames, quantities=[name], unknown_species=None, compare=False).get(name)
+    labelled = () if of is None else np.unique(of.structure)
+    if of is None or len(labelled) < len(frames):
+        first = next(i for i in range(len(frames)) if i not in labelled)
+        key = model.settings.keys[name]
+        raise InputError(
+            f"Structure {first} has no {name} under the key {key!r} that could be compared with "
+            "the prediction.",
+            parameter="frames",
+        )
+    return calibration_scores(of.residuals, of.prediction.std, of.structure)
+
+
+def _calibrated_quantity(model: AtomisticModel, quantity: str | None) -> str:
+    """Return the quantity whose calibration is tested."""
+    names = [name for name in ("forces", TARGET) if name in model.fitted.calibrations]
+    names = [name for name in names if name in model.out_of_bag]
+    if quantity is None and names:
+        return names[0]
+    if quantity is None:
+        raise InputError("The model has no calibration that could be tested.", parameter="model")
+    if quantity not in names:
+        raise unknown_choice("quantity", quantity, names)
+    return quantity
 
 
 def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:
@@ -244,11 +307,13 @@ def _predict(
     references: Mapping[str, References],
     stages: Stages,
     workers: Workers,
+    *,
+    process: bool,
 ) -> StructurePrediction:
     """Predict all quantities that have reference values, in one pass."""
     derivatives = {name: name in references for name in DERIVATIVES}
     has_derivatives = any(derivatives.values())
-    request = Request(**derivatives, process=not has_derivatives)
+    request = Request(**derivatives, process=process and not has_derivatives)
     batches: list[StructurePrediction] = []
     done = 0
     with stages.stage("Predictions", len(structures)) as advance:
