@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -145,6 +145,32 @@ class Workers:
             for future in pending:
                 future.cancel()
 
+    def unordered(
+        self, function: Callable[..., Result], parts: Iterable[Part], *shared: Any
+    ) -> Iterator[tuple[Part, Result]]:
+        """Yield each part with its result, as they are done.
+
+        A part is taken when a worker is free: what has been taken is being computed.
+        """
+        executor = self.executor or _ThisProcess()
+        waiting, running = iter(parts), dict[Future[Any], Part]()
+        try:
+            with _end_of_workers():
+                while True:
+                    for part in islice(waiting, self.number - len(running)):
+                        task = function, _process(), self.threads, part, *shared
+                        running[executor.submit(_run, *task)] = part
+                    if not running:
+                        break
+                    future = next(as_completed(running))
+                    result, messages = future.result()
+                    for message in messages:
+                        warnings.warn(message, QualmsWarning, stacklevel=2)
+                    yield running.pop(future), result
+        finally:
+            for future in running:
+                future.cancel()
+
 
 def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
     """Return workers for an executor, a Dask client, or None; reject anything else."""
@@ -170,6 +196,14 @@ def as_workers(executor: Executor | Any | None, threads: int = 1) -> Workers:
 _processes: Any = None
 
 
+def processes(n_workers: int) -> Executor:
+    """Return processes of this machine of one thread each, which end after a minute of rest."""
+    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+    global _processes
+    _processes = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
+    return _processes  # type: ignore[no-any-return]
+
+
 def in_processes(
     function: Callable[[Part], Result], parts: Iterable[Part], n_workers: int
 ) -> Iterator[Result]:
@@ -182,11 +216,8 @@ def in_processes(
     n_workers : int
         Number of processes. They end when they have had nothing to do for a minute.
     """
-    single = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
-    global _processes
-    _processes = get_reusable_executor(max_workers=n_workers, env=single, timeout=60)
     try:
-        yield from Workers(_processes).map(function, parts)
+        yield from Workers(processes(n_workers)).map(function, parts)
     except BaseException:  # an interrupt, too; to kill the processes at once is not safe in loky
         stop_workers()
         raise

@@ -269,19 +269,19 @@ def _unusable(frames: Sequence[Atoms], fitted: Fitted, labelled: Sequence[Atoms]
     reasons: dict[int, str] = {}
     seen = dict.fromkeys(fingerprints(labelled), "is labelled")
     for i, atoms in enumerate(frames):
-        if reason := _not_predicted(atoms, fitted):
+        if reason := not_predicted(atoms, fitted):
             reasons[i] = reason
             continue
         (print_,) = fingerprints([atoms])
         if print_ in seen:
             reasons[i] = seen[print_]
-        elif clash := _clash(atoms):
-            reasons[i] = clash
+        elif reason := clash(atoms):
+            reasons[i] = reason
         seen.setdefault(print_, f"is the same as structure {i}")
     return reasons
 
 
-def _not_predicted(atoms: Atoms, fitted: Fitted) -> str:
+def not_predicted(atoms: Atoms, fitted: Fitted) -> str:
     """Return why the model cannot predict a structure, if it cannot."""
     try:
         check_structures([atoms])
@@ -315,12 +315,12 @@ def _predicted(targets: _Structures, fitted: Fitted) -> list[Atoms]:
     if not frames:
         raise InputError("`targets` has no structures.", parameter="targets")
     for i, atoms in enumerate(frames):
-        if reason := _not_predicted(atoms, fitted):
+        if reason := not_predicted(atoms, fitted):
             raise InputError(f"Structure {i} of `targets` {reason}.", parameter="targets")
     return frames
 
 
-def _clash(atoms: Atoms) -> str:
+def clash(atoms: Atoms) -> str:
     """Return which atoms are much closer than a bond, if some are."""
     radii = covalent_radii[atoms.numbers]
     pairs = find_neighbours(atoms, 2 * MIN_DISTANCE * float(radii.max()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import CHARGES, SPINS
 from qualms.calibration.points import CalibrationData
 from qualms.errors import InputError, QualmsWarning, UncertaintyError, unknown_choice
-from qualms.io.files import check_output
+from qualms.io.files import append, check_output
 from qualms.io.xyz import xyz_text
 
 #: Called with a structure beyond a limit, and the error that says which one.
@@ -139,6 +138,11 @@ class Watch:
     def limits(self) -> dict[str, float]:
         """Limits of the quantities of the calculator's model: eV per atom, eV/Å, and a number."""
         return {name: limit.value for name, limit in self._limits.items()}
+
+    @property
+    def last_trusted(self) -> Atoms | None:
+        """The last structure within the limits, which may be the present one."""
+        return self._present or self.trusted
 
     @property
     def needs_novelty(self) -> bool:
@@ -273,18 +277,8 @@ class Watch:
             return
         structure = _bare(atoms)
         structure.info |= {"watch_step": self._n_steps, "watch_reason": str(errors[0])}
-        text = xyz_text(structure).encode()
-        flags = os.O_APPEND if self._has_file else os.O_CREAT | os.O_EXCL
-        file = os.open(self.action, os.O_WRONLY | flags, 0o666)
-        self._has_file, size = True, os.fstat(file).st_size
-        try:  # at once, so that no part of a structure is left by a process that is killed
-            while text:
-                text = text[os.write(file, text) :]
-        except OSError:  # nor by a disk that is full
-            os.ftruncate(file, size)
-            raise
-        finally:
-            os.close(file)
+        append(self.action, xyz_text(structure).encode(), new=not self._has_file)
+        self._has_file = True
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return self  # copies of a calculator share it

@@ -89,7 +89,7 @@ class BaselinePotential(ABC):
         requested = {"energy", *["forces"] * forces, *["stress"] * stress}
         names = [requested if atoms.cell.rank == 3 else requested - {"stress"} for atoms in frames]
         results = [
-            _checked(*row) for row in zip(self.results(frames, names), frames, names, strict=True)
+            checked(*row) for row in zip(self.results(frames, names), frames, names, strict=True)
         ]
         numbers = range(len(frames)) if indices is None else indices
         failed = [
@@ -153,7 +153,7 @@ def _shapes(atoms: Atoms) -> dict[str, tuple[int, ...]]:
     return {"energy": (), "forces": (len(atoms), 3), "stress": (6,)}
 
 
-def _checked(result: Result, atoms: Atoms, names: set[str]) -> Result:
+def checked(result: Result, atoms: Atoms, names: set[str]) -> Result:
     """Return a result whose values exist, are finite and have the right shapes, or the reason."""
     if isinstance(result, str):
         return result
@@ -254,14 +254,14 @@ class CalculatorPotential(ComputedPotential):
         """Compute structure by structure, in several processes if that pays."""
         load_calculator(self._text)  # a missing package is an error of this process
         if not self._is_serial or self._threads < 2 or len(frames) < MANY:
-            return _compute((frames, names), self._text, self._threads)
+            return compute_values((frames, names), self._text, self._threads)
         copies = [atoms.copy() for atoms in frames]  # type: ignore[no-untyped-call]
         tasks = ((copies[i : i + 8], names[i : i + 8]) for i in range(0, len(frames), 8))
-        done = in_processes(partial(_compute, text=self._text), tasks, self._threads)
+        done = in_processes(partial(compute_values, text=self._text), tasks, self._threads)
         return [result for results in done for result in results]
 
 
-def _compute(
+def compute_values(
     task: tuple[Sequence[Atoms], Sequence[set[str]]], text: str, threads: int = 1
 ) -> list[Result]:
     """Return the values of structures by the calculator of some settings, in JSON."""
@@ -303,20 +303,20 @@ def load_calculator(text: str) -> Any:
     except ImportError as error:
         remedy = f"Run: pip install 'qualms[{kind}]'" if kind in CALCULATORS else "Install it."
         raise InputError(
-            f"The package of the baseline {settings.name!r} cannot be imported ({_reason(error)}). "
-            f"{remedy}",
+            f"The package of the calculator {settings.name!r} cannot be imported "
+            f"({_reason(error)}). {remedy}",
             parameter="baseline",
         ) from error
     except Exception as error:
         raise InputError(
-            f"The baseline {settings.name!r} cannot be created with the arguments "
+            f"The calculator {settings.name!r} cannot be created with the arguments "
             f"{settings.arguments} ({_reason(error)}). Give a class or function that returns an "
             "ASE calculator.",
             parameter="baseline",
         ) from error
     if not hasattr(calculator, "get_property"):
         raise InputError(
-            f"The baseline {settings.name!r} returns a {type(calculator).__name__}. Give a class "
+            f"The calculator {settings.name!r} returns a {type(calculator).__name__}. Give a class "
             "or function that returns an ASE calculator.",
             parameter="baseline",
         )

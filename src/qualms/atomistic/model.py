@@ -71,6 +71,13 @@ class AtomisticModel:
         settings = make_settings({"target": target, "kind": kind, **parameters})
         self._start(settings, settings.threads, settings.baseline_potential)
 
+    @classmethod
+    def from_settings(cls, settings: Settings) -> AtomisticModel:
+        """Return an untrained model with these settings, which the user gave."""
+        model = cls.__new__(cls)
+        model._start(settings, settings.threads, settings.baseline_potential)
+        return model
+
     def _start(
         self, settings: Settings, threads: int | None, confirmed: PotentialSettings | None = None
     ) -> None:

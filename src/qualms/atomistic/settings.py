@@ -143,7 +143,7 @@ def as_potential(value: Any) -> PotentialSettings | None:
     try:
         return PotentialSettings.model_validate(dict(value))
     except ValidationError as error:
-        raise _first_problem(error, PotentialSettings, "baseline") from None
+        raise first_problem(error, PotentialSettings, "baseline") from None
 
 
 def _by_number(value: Any) -> Any:
@@ -483,7 +483,7 @@ def make_settings(values: Mapping[str, Any]) -> Settings:
     try:
         settings = Settings.model_validate(dict(values))
     except ValidationError as error:
-        raise _first_problem(error, Settings) from None
+        raise first_problem(error, Settings) from None
     if isinstance(settings.representation, Backbone):  # given by a user, and not by a file
         trusted = settings.representation.trusting()
         settings = settings.model_copy(update={"representation": trusted})
@@ -610,9 +610,7 @@ def _with_forces(settings: Settings) -> Settings:
 _PYDANTIC = re.compile(r"^Value error, |^Input should be |\bvalid |, unable to .*")
 
 
-def _first_problem(
-    error: ValidationError, kind: type[BaseModel], parameter: str = ""
-) -> InputError:
+def first_problem(error: ValidationError, kind: type[BaseModel], parameter: str = "") -> InputError:
     """Return an error about the first field that is wrong, of a class, and its parameter."""
     problems = error.errors()
     problem = problems[0]

@@ -40,7 +40,8 @@ VERBS = {
         "qualms train data.xyz --target energy --units eV -o model.safetensors",
     ),
     "template": (
-        "Print a configuration file for `qualms train`: every setting with its default.",
+        "Print a configuration file for `qualms train` or `qualms learn`: every setting with its "
+        "default.",
         "qualms template > run.yaml\n\nqualms train --config run.yaml",
     ),
     "predict": (
@@ -72,6 +73,11 @@ VERBS = {
     "select": (
         "Choose the structures of a pool whose labels improve a model most.",
         "qualms select model.safetensors pool.xyz -n 20 --labelled data.xyz -o next.xyz",
+    ),
+    "learn": (
+        "Explore by simulations, choose structures, label them, train again, and stop when the "
+        "error is small enough: the loop of a YAML file.",
+        "qualms template learn > run.yaml\n\nqualms learn run.yaml",
     ),
     "export": (
         "Write the file by which LAMMPS, i-PI or metatomic uses a model, with its uncertainties.",

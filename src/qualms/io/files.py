@@ -188,6 +188,32 @@ def atomic_output(
         yield file
 
 
+def append(path: AnyPath, content: bytes, *, new: bool = False) -> None:
+    """Add content to the end of a file, completely or, where the disk is full, not at all.
+
+    Parameters
+    ----------
+    path : path
+    content : bytes
+        Added at once, so that a process that is killed leaves no part of it.
+    new : bool
+        Whether the file must not exist yet.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL * new, 0o666)
+    size = os.fstat(file).st_size
+    try:
+        while content:
+            content = content[os.write(file, content) :]
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, size)
+        if new:
+            os.unlink(path)
+        raise
+    finally:
+        os.close(file)
+
+
 def _destination(path: AnyPath, *, force: bool) -> Path:
     """Return the file that a path leads to, if it may be written."""
     target = Path(os.path.realpath(path))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from os import PathLike
@@ -645,6 +645,64 @@ class ResidualDisplay(Display):
         key.tick_params(labelsize="small")
         key.set_title("points per cell", fontsize="small", pad=2.0)
         bar.outline.set_linewidth(0.4)
+
+
+@dataclass(eq=False)
+class LearningCurveDisplay(Display):
+    """Errors of a loop against the number of labels: expected, bounded, and observed.
+
+    Parameters
+    ----------
+    labels : (n,) array
+        Of each round.
+    curves : mapping of str to (n,) arrays
+        By their labels; NaN where there is none. The last is drawn as points.
+    goal : float
+        The target.
+    """
+
+    labels: Float64Array
+    curves: Mapping[str, Float64Array]
+    goal: float
+    _aspect: ClassVar[float] = 0.8
+
+    @classmethod
+    def from_records(cls, records: Sequence[Mapping[str, Any]], goal: float) -> Self:
+        """Take the numbers from the records of rounds of `qualms.active.loop`."""
+
+        def column(get: Callable[[Mapping[str, Any]], float | None]) -> Float64Array:
+            values = [get(record) for record in records]
+            return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+
+        curves = {
+            r"$\sigma$": column(lambda r: r["expected"]),
+            "expected error": column(lambda r: r["estimate"]),
+            "upper 95 % bound": column(lambda r: r["bound"]),
+            "audit labels": column(lambda r: r.get("audit", {}).get("rmse")),
+        }
+        return cls(column(lambda r: r["labels"]), curves, goal, units="eV/Å")
+
+    @classmethod
+    def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def _draw(self, ax: Axes, **kwargs: Any) -> None:
+        for i, (label, values) in enumerate(self.curves.items()):
+            look = line_style(i) | {"label": label} | kwargs
+            if i == len(self.curves) - 1:
+                look |= {"linestyle": "none", "markersize": 5.0, "markerfacecolor": "white"}
+            if np.isfinite(values).any():
+                ax.plot(self.labels, values, **look)
+        ax.axhline(self.goal, color=GUIDE, linewidth=0.8, linestyle=":", label="target")
+        every = np.concatenate([*self.curves.values(), [self.goal]])
+        set_log_scale(ax, "y", log_limits(every[np.isfinite(every) & (every > 0)]))
+        set_even_ticks(ax.xaxis)
+        ax.set(xlabel="Labels", ylabel=axis_label("RMSE of forces", units=self.units))
+        ax.legend(loc="upper right")
+
+    def data_uri(self) -> str:
+        """Return the figure as it stands in a page."""
+        return _data_uri(self)
 
 
 def report_figures(evaluation: Evaluation) -> dict[str, str]:

@@ -135,6 +135,15 @@ class Section:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A figure beside those of the evaluation."""
+
+    uri: str  #: image as a data URI
+    alt: str  #: what it shows
+    caption: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What a report contains.
 
@@ -172,6 +181,7 @@ def write_report(
     facts: Mapping[str, str] | None = None,
     remarks: Sequence[str] = (),
     tables: Mapping[str, Table] | None = None,
+    pictures: Mapping[str, Picture] | None = None,
     atom_values: AtomValues | None = None,
     coordinates: Coordinates | None = None,
     force: bool = False,
@@ -200,6 +210,8 @@ def write_report(
         Shown below the assessment.
     tables : mapping of str to Table
         Further tables, by heading.
+    pictures : mapping of str to Picture
+        Further figures, by heading; they come first.
     atom_values : callable, optional
         Takes indices of frames and returns properties of all their atoms, by name: values and
         units. The map colours atoms by the first.
@@ -254,6 +266,7 @@ def write_report(
         facts=facts or {},
         remarks=[note for note in notes if note not in details],
         tables=tables or {},
+        pictures=pictures or {},
         map=shown,
         viewer=viewer,
     )

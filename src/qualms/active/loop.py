@@ -1,0 +1,860 @@
+"""The active-learning loop: explore, choose, label, train again, and stop.
+
+The state is a directory. What a step found is in a file that appears when it is complete, and a
+step whose file exists is not repeated; labels are added to one file as they come. A loop that was
+killed therefore goes on from there, and does what it would have done: every step is determined by
+the files before it and the seed.
+
+    events.jsonl        what happened, a line for each event
+    data.xyz            labels, with the predictions of the model that asked for them
+    failed.xyz          structures without labels, and why
+    round-000/          model.safetensors, what each walker explored, chosen.xyz
+
+Selected labels are those of structures where the model was uncertain; their errors say nothing
+about ordinary structures. Audit labels are drawn at random from what was explored, and measure the
+error there without bias. Both test σ: given a structure, selected by what is known before its label
+is, its error over σ does not depend on how it was chosen. Models are trained on both.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ase import Atoms
+
+from qualms.active.exploration import (
+    BEYOND,
+    STD,
+    Explored,
+    bare,
+    check_start,
+    look_at,
+    walk,
+    yielded,
+)
+from qualms.active.select import clash, select
+from qualms.active.settings import LearnSettings
+from qualms.arrays import Float64Array
+from qualms.atomistic.delta import Result, checked, compute_values, load_calculator
+from qualms.atomistic.labels import find_label, voigt
+from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.structures import (
+    data_digest,
+    fingerprints,
+    iter_frames,
+    read_files,
+    read_frames,
+)
+from qualms.errors import InputError, QualmsError, counted, warn
+from qualms.execution import as_workers, processes
+from qualms.io.files import append, atomic_output
+from qualms.io.xyz import xyz_text
+
+_log = logging.getLogger("qualms")
+
+#: Keys of a bought label: its identity, how it was chosen, and what was predicted before.
+ID, KIND, ROUND, REASON = (f"learn_{name}" for name in ("id", "kind", "round", "reason"))
+FORCES, FORCES_STD = "learn_forces", "learn_forces_std"
+SELECTED, AUDIT = "selected", "audit"
+#: Flag of the structure with which a walker goes on; it is the last of its file.
+_NEXT, _PICOSECONDS, _STOP = "learn_next", "learn_picoseconds", "learn_stop"
+#: Files that a person who computes labels reads and writes.
+TO_LABEL, LABELLED = "to_label.xyz", "labelled.xyz"
+#: Times that a calculation may end with its process, before it is not started again.
+_MOST_ATTEMPTS = 5
+#: Å by which positions in files of other programs may be rounded.
+_ROUNDED = 1e-3
+#: Labels of the start and of the calculator may differ by so much of the target error.
+_AGREEMENT = 1 / 3
+
+
+class MissingLabelsError(QualmsError):
+    """Structures wait for labels that are computed by hand.
+
+    Parameters
+    ----------
+    message : str
+    path : Path
+        The file that has them.
+    """
+
+    def __init__(self, message: str, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of the loop, when it is complete.
+
+    Attributes
+    ----------
+    number : int
+    model : AtomisticModel
+        Trained on the start and on all labels of the rounds before.
+    explored, stops : list of Atoms
+        Structures that were explored, and those where walkers stopped.
+    bought : list of Atoms
+        All labelled structures so far, with the predictions before they were labelled.
+    failed : list of Atoms
+        Structures whose calculations failed, with the `REASON`.
+    records : list of dict
+        Numbers of this round and of those before, as they are in the events.
+    end : str
+        Why the loop ends; an empty text if it goes on.
+    """
+
+    number: int
+    model: AtomisticModel
+    explored: list[Atoms]
+    stops: list[Atoms]
+    bought: list[Atoms]
+    failed: list[Atoms]
+    records: list[dict[str, Any]]
+    end: str
+    target_error: float
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Numbers of this round."""
+        return self.records[-1]
+
+
+def learn(settings: LearnSettings, *, executor: Executor | Any | None = None) -> Iterator[Round]:
+    """Run the loop, and yield each round when it is complete.
+
+    Parameters
+    ----------
+    settings : LearnSettings
+    executor : concurrent.futures.Executor or dask.distributed.Client, optional
+        Workers that compute labels, instead of those of the settings.
+
+    Raises
+    ------
+    MissingLabelsError
+        If labels are computed by hand, and structures wait for them.
+    """
+    with _open(settings.folder) as state:
+        loop = _Loop(settings, state, executor)
+        loop.begin()
+        number = max(state.rounds() - 1, 0)
+        while True:
+            found = loop.round(number)
+            yield found
+            if found.end:
+                return
+            number += 1
+
+
+# --- the directory ---
+
+
+class _State:
+    """The files of a loop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("data.xyz", "failed.xyz"):
+            _drop_incomplete(folder / name, _complete_frames)
+        _drop_incomplete(folder / "events.jsonl", _complete_lines)
+        lines = self._text("events.jsonl").splitlines()
+        self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def _text(self, name: str) -> str:
+        path = self.folder / name
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def note(self, event: str, **values: Any) -> None:
+        """Add an event."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        entry = {"event": event, "time": now, **values}
+        append(self.folder / "events.jsonl", (json.dumps(entry) + "\n").encode())
+        self.events.append(entry)
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [entry for entry in self.events if entry["event"] == event]
+
+    def records(self, before: int) -> list[dict[str, Any]]:
+        """Return the records of rounds, the last of each."""
+        found = {entry["round"]: entry for entry in self.of("round") if entry["round"] < before}
+        return [found[number] for number in sorted(found)]
+
+    def round(self, number: int) -> Path:
+        """Return the directory of a round."""
+        path = self.folder / f"round-{number:03d}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def rounds(self) -> int:
+        """Return the number of rounds that have begun."""
+        return len([*self.folder.glob("round-[0-9][0-9][0-9]*")])
+
+    def add(self, name: str, atoms: Atoms) -> None:
+        """Add a structure to a file."""
+        append(self.folder / name, xyz_text(atoms).encode())
+
+    def frames(self, name: str) -> list[Atoms]:
+        """Return structures that were added, in the order in which they were chosen."""
+        path = self.folder / name
+        if not path.exists() or not path.stat().st_size:
+            return []
+        return sorted(read_frames(path), key=lambda atoms: _place(atoms.info[ID]))
+
+
+def _identity(number: int, rank: int) -> str:
+    return f"r{number}s{rank}"
+
+
+def _place(identity: str) -> tuple[int, int]:
+    number, rank = identity[1:].split("s")
+    return int(number), int(rank)
+
+
+def _drop_incomplete(path: Path, complete: Any) -> None:
+    """Remove a part that a machine that stopped has left at the end of a file."""
+    if path.exists():
+        content = path.read_bytes()
+        if (size := complete(content)) < len(content):
+            os.truncate(path, size)
+
+
+def _complete_lines(content: bytes) -> int:
+    return content.rfind(b"\n") + 1
+
+
+def _complete_frames(content: bytes) -> int:
+    """Return the length of the complete structures at the beginning of extended XYZ."""
+    end = 0
+    while (line := content.find(b"\n", end)) >= 0:
+        place = line
+        for _ in range(int(content[end:line]) + 1):
+            if (place := content.find(b"\n", place + 1)) < 0:
+                return end
+        end = place + 1
+    return end
+
+
+@contextmanager
+def _open(folder: Path) -> Iterator[_State]:
+    """Yield the state in a directory that no other process works in."""
+    import fcntl  # Windows has none
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"The `directory` {folder} cannot be made: {error.strerror}.", parameter="directory"
+        ) from error
+    names = {path.name for path in folder.iterdir()} - {"lock"}
+    if names and "events.jsonl" not in names:
+        raise InputError(
+            f"The `directory` {folder} has other files. Give an empty one, or one that does not "
+            "exist.",
+            parameter="directory",
+        )
+    with (folder / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however
+        except OSError as error:
+            lock.seek(0)
+            raise InputError(
+                f"Another loop, process {lock.read().strip()}, works in the `directory` {folder}. "
+                "Wait for its end, or give another directory.",
+                parameter="directory",
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield _State(folder)
+
+
+# --- the loop ---
+
+
+class _Loop:
+    """The steps of a round."""
+
+    def __init__(self, settings: LearnSettings, state: _State, executor: Any) -> None:
+        self.settings, self.state, self.executor = settings, state, executor
+        self.target, self.forces = settings.model.target, str(settings.model.forces)
+        self.start, self.places = read_files(settings.start)
+        self.seconds: dict[str, float] = {}
+
+    # --- before the first round ---
+
+    def begin(self) -> None:
+        """Check the start, note settings that have changed, and compare the calculator."""
+        s, state = self.settings, self.state
+        labelled = [atoms for atoms in self.start if self._label(atoms) is not None]
+        if not labelled:
+            raise InputError(
+                f"No structure of {', '.join(s.start)} has an energy under {self.target!r} and "
+                f"forces under {self.forces!r}. The loop starts from labelled structures.",
+                parameter="start",
+            )
+        self.start = labelled
+        for number, atoms in enumerate(self._walkers(0)):
+            check_start(atoms, number)
+        digest = data_digest(fingerprints(self.start))
+        begun = state.of("begin")
+        if begun and begun[0]["start"] != digest:
+            raise InputError(
+                f"The `directory` {s.folder} has a loop with another start. Add structures by "
+                "hand to a new start, and give another directory.",
+                parameter="start",
+            )
+        given = s.model_dump(mode="json")
+        if not begun:
+            state.note("begin", start=digest, n_start=len(self.start), settings=given)
+        else:
+            before = [*begun, *state.of("settings")][-1]["settings"]
+            if changes := _changes(before, given):
+                _log.info("Changed: %s.", "; ".join(changes))
+                state.note("settings", settings=given, changes=changes)
+        if s.label.potential is not None:
+            try:  # a missing package is noticed now
+                load_calculator(s.label.potential.model_dump_json())
+            except InputError as error:
+                error.parameter = "label"
+                raise
+            self._compare()
+
+    @property
+    def _has_walkers(self) -> bool:
+        return self.settings.explore.pool is None and self.settings.explore.callable is None
+
+    def _walkers(self, number: int) -> list[Atoms]:
+        """Return where the walkers of a round start."""
+        explore = self.settings.explore
+        if not self._has_walkers:
+            return []
+        if number:
+            files = [self._walker_file(number - 1, i) for i in range(explore.walkers)]
+            known = {i: _read_walker(file).trusted for i, file in enumerate(files) if file.exists()}
+        else:
+            known = {}
+        if explore.structures is not None:
+            frames = read_files(explore.structures)[0]
+            if not frames:
+                raise InputError("`structures` of `explore` are empty.", parameter="explore")
+            chosen = [frames[i % len(frames)] for i in range(explore.walkers)]
+        else:
+            rng = np.random.default_rng([self.settings.seed, 0])
+            order = rng.permutation(len(self.start))
+            chosen = [self.start[order[i % len(order)]] for i in range(explore.walkers)]
+        return [known.get(i) or bare(atoms) for i, atoms in enumerate(chosen)]
+
+    def _compare(self) -> None:
+        """Compare labels of the start with those of the calculator."""
+        label = self.settings.label
+        described = {"calculator": label.calculator, "arguments": label.arguments}
+        if not label.compare or any(e["by"] == described for e in self.state.of("compared")):
+            return
+        rng = np.random.default_rng([self.settings.seed, 1])
+        some = rng.permutation(len(self.start))[: label.compare]
+        energies, forces, size = [], [], 0.0
+        for i in some.tolist():
+            atoms = self.start[i]
+            result = _compute(bare(atoms), label.potential.model_dump_json(), False, np.inf)  # type: ignore[union-attr]
+            known = self._label(atoms)
+            assert known is not None
+            if isinstance(result, str):
+                raise InputError(
+                    f"The calculator {label.calculator} has no values for structure {i} of the "
+                    f"start ({result}).",
+                    parameter="label",
+                )
+            energies.append((float(result["energy"]) - known[0]) / len(atoms))
+            forces.append(np.ravel(result["forces"] - known[1]))
+            size = max(size, float(np.sqrt(np.mean(known[1] ** 2))))
+        rmse = float(np.sqrt(np.mean(np.concatenate(forces) ** 2)))
+        off = float(np.sqrt(np.mean(np.square(energies))))
+        most = _AGREEMENT * self.settings.target_error
+        if rmse > most or off > most:  # per atom, and for 1 Å
+            what = f"by {rmse:.2g} eV/Å in the forces (of {size:.2g}) and {off:.2g} eV per atom"
+            raise InputError(
+                f"Labels of the start differ from those of {label.calculator} {what} (RMS of "
+                f"{counted(len(some), 'structure')}): more than a third of the target error, "
+                f"{self.settings.target_error:g} eV/Å. It is another method, or other units, or "
+                "the labels have too much noise for this target. Use labels of one method.",
+                parameter="label",
+            )
+        self.state.note("compared", by=described, forces_rmse=rmse, energy_rmse=off)
+
+    # --- a round ---
+
+    def round(self, number: int) -> Round:
+        """Do what is left of a round."""
+        s, state, self.seconds = self.settings, self.state, {}
+        bought = [a for a in state.frames("data.xyz") if a.info[ROUND] < number]
+        model = self._train(number, bought)
+        explored = self._explore(number, model, bought)
+        frames = [atoms for part in explored for atoms in part.frames]
+        stops = [atoms for part in explored for atoms in part.stops]
+        failed = [a for a in state.frames("failed.xyz") if a.info[ROUND] < number]
+        attempts = len(bought) + len(failed)
+        record = self._record(number, bought, frames, stops, explored)
+        record["bought"] = attempts
+        end = self._end(record, attempts, stops, frames)
+        _log.info("%s", self._line(record))
+        chosen: list[Atoms] = []
+        if not end:
+            chosen = self._choose(number, model, frames, stops, bought, record, attempts)
+            if not chosen:
+                end = "There is nothing left to choose from."
+            with self._timed("label"):
+                self._buy(number, chosen)
+        bought = state.frames("data.xyz")
+        record |= self._about(number, bought)
+        record |= {"seconds": {k: round(v, 1) for k, v in self.seconds.items()}, "end": end}
+        records = state.records(number)
+        done = [e for e in state.of("round") if e["round"] == number]
+        if not done or {**done[-1], "seconds": 0, "time": 0} != {
+            "event": "round",
+            **record,
+            "seconds": 0,
+            "time": 0,
+        }:
+            state.note("round", **record)
+        if end:
+            _log.info("%s", end)
+        return Round(
+            number,
+            model,
+            frames,
+            stops,
+            bought,
+            state.frames("failed.xyz"),
+            [*records, record],
+            end,
+            s.target_error,
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def _train(self, number: int, bought: Sequence[Atoms]) -> AtomisticModel:
+        """Return the model of a round, always from its file."""
+        path, settings = self.state.round(number) / "model.safetensors", self.settings.model
+        potential = settings.baseline_potential
+        if not path.exists():
+            with self._timed("train"):
+                model = AtomisticModel.from_settings(settings)
+                model.fit([*self.start, *bought])
+                model.save(path)
+        confirmed = None
+        if potential is not None and potential.calculator is not None:
+            confirmed = {"calculator": potential.calculator, "arguments": potential.arguments}
+        return AtomisticModel.load(path, threads=settings.threads, baseline=confirmed)
+
+    # --- explore ---
+
+    def _walker_file(self, number: int, walker: int) -> Path:
+        return self.state.round(number) / f"explored-{walker:02d}.xyz"
+
+    def _explore(
+        self, number: int, model: AtomisticModel, bought: Sequence[Atoms]
+    ) -> list[Explored]:
+        """Return what each walker, or another source, came to in a round."""
+        s, explored = self.settings, []
+        seed = [s.seed, 2, number]
+        walkers = self._walkers(number)
+        for i in range(max(len(walkers), 1)):
+            path = self._walker_file(number, i)
+            if not path.exists():
+                with self._timed("explore"):
+                    if walkers:
+                        found = walk(model, walkers[i], s, i, [*seed, i])
+                    elif s.explore.pool is not None:
+                        known = set(fingerprints([*self.start, *bought]))
+                        failed = self.state.frames("failed.xyz")
+                        known |= set(fingerprints([a for a in failed if a.info[ROUND] < number]))
+                        pool = (a for path in s.explore.pool for a in iter_frames(path))
+                        found = look_at(model, _new(pool, known), s)
+                    else:
+                        found = look_at(model, yielded(model, s, s.seed + number), s)
+                    _write_walker(path, found)
+            explored.append(_read_walker(path))
+        return explored
+
+    # --- how good the model is ---
+
+    def _record(
+        self,
+        number: int,
+        bought: Sequence[Atoms],
+        frames: Sequence[Atoms],
+        stops: Sequence[Atoms],
+        explored: Sequence[Explored],
+    ) -> dict[str, Any]:
+        """Return what is known about the error of the model on what was explored."""
+        sigma = np.array([atoms.info[STD] for atoms in frames])
+        audit = [self._errors(atoms) for atoms in bought if atoms.info[KIND] == AUDIT]
+        expected = float(np.sqrt(np.mean(sigma**2))) if len(sigma) else None
+        estimate, bound = _bound(audit, sigma)
+        return {
+            "round": number,
+            "labels": len(self.start) + len(bought),
+            "expected": expected,
+            "estimate": estimate,
+            "bound": bound,
+            "target": self.settings.target_error,
+            "explored": len(frames),
+            "picoseconds": round(sum(part.picoseconds for part in explored), 6),
+            "stops": len(stops),
+        }
+
+    def _about(self, number: int, bought: Sequence[Atoms]) -> dict[str, Any]:
+        """Return errors of the labels of a round, as predicted before."""
+        about: dict[str, Any] = {}
+        for kind in (AUDIT, SELECTED):
+            some = [a for a in bought if a.info[KIND] == kind and a.info[ROUND] == number]
+            if some:
+                z, std = (np.concatenate(c) for c in zip(*map(self._errors, some), strict=True))
+                ratio = np.abs(z) / std
+                about[kind] = {
+                    "n": len(some),
+                    "rmse": float(np.sqrt(np.mean(z**2))),
+                    "std": float(np.sqrt(np.mean(std**2))),
+                    "within_68": float(np.mean(ratio < 1.0)),
+                    "within_95": float(np.mean(ratio < 1.96)),
+                }
+        return about
+
+    def _errors(self, atoms: Atoms) -> tuple[Float64Array, Float64Array]:
+        """Return errors and standard deviations of the components of the forces of a label."""
+        known = self._label(atoms)
+        assert known is not None
+        z = known[1] - atoms.arrays[FORCES]
+        return np.ravel(z), np.ravel(atoms.arrays[FORCES_STD])
+
+    def _end(
+        self,
+        record: Mapping[str, Any],
+        attempts: int,
+        stops: Sequence[Atoms],
+        frames: Sequence[Atoms],
+    ) -> str:
+        """Return why the loop ends; an empty text if it goes on."""
+        s = self.settings
+        bound = record["bound"]
+        at_most = "" if bound is None else f": at most {bound:.3g} eV/Å (95 %)"
+        if bound is not None and bound <= s.target_error and not (self._has_walkers and stops):
+            return f"The error is below the target of {s.target_error:g} eV/Å{at_most}."
+        if attempts >= s.budget:
+            return f"The budget of {counted(s.budget, 'label')} is used up{at_most}."
+        if frames or self._has_walkers:
+            return ""
+        if not record["round"]:
+            reason = f": {stops[0].info[BEYOND]}" if stops else "."
+            raise InputError(
+                f"There are no structures to choose from in `explore`{reason}", parameter="explore"
+            )
+        return "There is nothing left to choose from."
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        """Return the line that shows the progress."""
+        line = f"Round {record['round']}: {record['labels']} labels ({record['bought']} bought)"
+        estimate = record["estimate"] if record["estimate"] is not None else record["expected"]
+        if estimate is not None:
+            line += f", expected error {estimate:.3g} eV/Å"
+        if record["bound"] is not None:
+            line += f", at most {record['bound']:.3g} (95 %)"
+        line += f", target {record['target']:g}"
+        if record["picoseconds"]:
+            line += f"; {record['picoseconds']:.3g} ps, {counted(record['stops'], 'stop')}"
+        times = [f"{name} {value:.0f} s" for name, value in self.seconds.items()]
+        return line + (f"; {', '.join(times)}" if times else "")
+
+    # --- choose ---
+
+    def _choose(
+        self,
+        number: int,
+        model: AtomisticModel,
+        frames: list[Atoms],
+        stops: Sequence[Atoms],
+        bought: Sequence[Atoms],
+        record: Mapping[str, Any],
+        attempts: int,
+    ) -> list[Atoms]:
+        """Return the structures to label in a round."""
+        s, path = self.settings, self.state.round(number) / "chosen.xyz"
+        if path.exists():
+            return read_frames(path) if path.stat().st_size else []
+        with self._timed("choose"):
+            n = min(s.batch, s.budget - attempts)
+            n_audit = max(ceil(s.audit * n), 1)
+            estimate = record["estimate"]
+            # Only the confidence is missing; and without selection every label is an audit.
+            if s.choose.strategy == "random" or (
+                estimate is not None and estimate <= s.target_error
+            ):
+                n_audit = n
+            rng = np.random.default_rng([s.seed, 3, number])
+            order = rng.permutation(len(frames)).tolist()
+            audit, rest = [frames[i] for i in order[:n_audit]], sorted(order[n_audit:])
+            pool = [frames[i] for i in rest]
+            # Where walkers stop at once, these are all that there is.
+            if len(pool) < n - len(audit) and self._has_walkers:
+                pool += [atoms for atoms in stops if not clash(atoms)]
+            n_selected = min(n - len(audit), len(pool))
+            selected: list[Atoms] = []
+            if n_selected > 0:
+                selection = select(
+                    model,
+                    pool,
+                    n_selected,
+                    strategy=s.choose.strategy,
+                    targets=frames if s.choose.strategy == "target" else None,
+                    labelled=[*self.start, *bought, *audit],
+                    max_novelty=s.choose.max_novelty,
+                    seed=s.seed,
+                )
+                selected = selection.frames
+            chosen = [*audit, *selected]
+            if chosen:
+                predicted = model.predict([bare(atoms) for atoms in chosen], forces=True)
+                edges = predicted.offsets_of("forces")
+            texts = []
+            for rank, atoms in enumerate(chosen):
+                kind = AUDIT if rank < len(audit) else SELECTED
+                marked = bare(atoms, **{k: v for k, v in atoms.info.items() if "learn_" in str(k)})
+                marked.info |= {ID: _identity(number, rank), KIND: kind, ROUND: number}
+                marked.info["learn_energy"] = float(predicted.mean[rank])
+                marked.info["learn_energy_std"] = float(predicted.std[rank])
+                rows = slice(edges[rank], edges[rank + 1])
+                marked.arrays[FORCES] = np.array(predicted.forces.mean[rows])
+                marked.arrays[FORCES_STD] = np.array(predicted.forces.std[rows])
+                texts.append(xyz_text(marked))
+            with atomic_output(path, mode="w") as file:
+                file.write("".join(texts))
+        return read_frames(path) if texts else []
+
+    # --- label ---
+
+    def _label(self, atoms: Atoms) -> tuple[float, Float64Array] | None:
+        """Return the energy and the forces of a structure that has both."""
+        energy = find_label(atoms, self.target, False)
+        forces = find_label(atoms, self.forces, True)
+        if energy is None or forces is None:
+            return None
+        E, F = float(np.asarray(energy[0])), np.asarray(forces[0], dtype=np.float64)
+        is_right = F.shape == (len(atoms), 3) and np.isfinite(E) and np.isfinite(F).all()
+        return (E, F) if is_right else None
+
+    def _buy(self, number: int, chosen: Sequence[Atoms]) -> None:
+        """Label what has no label yet."""
+        state, label = self.state, self.settings.label
+        done = {a.info[ID] for name in ("data.xyz", "failed.xyz") for a in state.frames(name)}
+        missing = [atoms for atoms in chosen if atoms.info[ID] not in done]
+        if label.potential is None:
+            self._by_hand(number, chosen, missing)
+            return
+        attempts: dict[str, int] = {}
+        for entry in state.of("computing"):
+            attempts[entry["id"]] = attempts.get(entry["id"], 0) + 1
+        tasks = []
+        for atoms in missing:
+            if attempts.get(atoms.info[ID], 0) >= _MOST_ATTEMPTS:
+                self._store(atoms, f"the process ended during it, {_MOST_ATTEMPTS} times")
+            else:
+                tasks.append(atoms)
+        text = label.potential.model_dump_json()
+        for atoms, result in self._results(tasks, text):
+            self._store(atoms, result)
+
+    def _results(self, tasks: Sequence[Atoms], text: str) -> Iterator[tuple[Atoms, Result]]:
+        """Yield structures and their labels, as they are computed."""
+        label, stress = self.settings.label, self.settings.model.stress is not None
+        arguments = text, stress, label.max_force
+        if self.executor is None and label.workers == 1:
+            for atoms in tasks:
+                self.state.note("computing", id=atoms.info[ID])
+                yield atoms, _compute(atoms, *arguments)
+            return
+        executor = self.executor or processes(label.workers)
+
+        def noted() -> Iterator[Atoms]:
+            for atoms in tasks:
+                self.state.note("computing", id=atoms.info[ID])
+                yield atoms
+
+        yield from as_workers(executor).unordered(_compute, noted(), *arguments)
+
+    def _store(self, atoms: Atoms, result: Result) -> None:
+        """Add a label to the data, or a failure to the list of them."""
+        labelled: Atoms = atoms.copy()  # type: ignore[no-untyped-call]
+        if isinstance(result, str):
+            labelled.info[REASON] = result
+            self.state.add("failed.xyz", labelled)
+            self.state.note("failed", id=atoms.info[ID], reason=result)
+            warn(f"The label of {atoms.info[ID]} ({atoms.symbols}) failed: {result}.")
+            return
+        keys = self._keys()
+        labelled.info[keys["energy"]] = float(result["energy"])
+        labelled.arrays[keys["forces"]] = np.asarray(result["forces"])
+        if "stress" in result and "stress" in keys:
+            labelled.info[keys["stress"]] = np.asarray(result["stress"])
+        self.state.add("data.xyz", labelled)
+        self.state.note("labelled", id=atoms.info[ID])
+
+    def _keys(self) -> dict[str, str]:
+        """Return the keys of labels, where those of the start are."""
+        keys = {}
+        for name, key in self.settings.model.keys.items():
+            of_atoms = name == "forces"
+            places = (find_label(atoms, key, of_atoms) for atoms in self.start)
+            place = next((hit[1] for hit in places if hit is not None), "")
+            keys[name] = f"REF_{key}" if f"'REF_{key}'" in place else key
+        return keys
+
+    def _by_hand(self, number: int, chosen: Sequence[Atoms], missing: Sequence[Atoms]) -> None:
+        """Take labels from the file of a person, or ask for them."""
+        folder = self.state.folder
+        asked, given = folder / TO_LABEL, folder / LABELLED
+        if missing and not given.exists():
+            with atomic_output(asked, force=True, mode="w") as file:
+                # Without predictions, which other programs might take for something else.
+                file.write("".join(xyz_text(bare(a, **{ID: a.info[ID]})) for a in missing))
+            raise MissingLabelsError(
+                f"{counted(len(missing), 'structure')} of {asked} wait for labels: write them, "
+                f"with {self.target!r} (eV) and {self.forces!r} (eV/Å), to {given}, and run the "
+                "same command again. Structures that are left out are listed as failed.",
+                asked,
+            )
+        if missing:
+            results = self._read_by_hand(given, missing)
+            for atoms in missing:
+                identity = atoms.info[ID]
+                self._store(atoms, results.get(identity, f"it is not in {LABELLED}"))
+        if given.exists():
+            given.rename(self.state.round(number) / LABELLED)
+        asked.unlink(missing_ok=True)
+
+    def _read_by_hand(self, path: Path, missing: Sequence[Atoms]) -> dict[str, Result]:
+        """Return the labels of a file, by the structures that they were asked for."""
+        results: dict[str, Result] = {}
+        for i, atoms in enumerate(read_frames(path)):
+            some = [a for a in missing if ID not in atoms.info or a.info[ID] == atoms.info[ID]]
+            match = next((a for a in some if _is_same(a, atoms)), None)
+            if match is None:
+                raise InputError(
+                    f"Structure {i} of {path} is none of those of {TO_LABEL}: keep elements, their "
+                    f"order, positions and cell{' , and ' + ID if ID not in atoms.info else ''}.",
+                    parameter="label",
+                )
+            label = self._label(atoms)
+            if label is None:
+                result: Result = f"no {self.target!r} and {self.forces!r}, or not finite"
+            else:
+                result = {"energy": np.asarray(label[0]), "forces": label[1]}
+                stress = self.settings.model.stress
+                if stress is not None and (hit := find_label(atoms, stress, False)):
+                    result["stress"] = voigt(*hit)
+                result = _sensible(result, self.settings.label.max_force)
+            results[match.info[ID]] = result
+        return results
+
+
+def _compute(atoms: Atoms, text: str, stress: bool, max_force: float) -> Result:
+    """Return the label of a structure, or why there is none; on a worker, perhaps."""
+    names = {"energy", "forces"} | ({"stress"} if stress and atoms.cell.rank == 3 else set())
+    (result,) = compute_values(([bare(atoms)], [names]), text)
+    return _sensible(checked(result, atoms, names), max_force)
+
+
+def _sensible(result: Result, max_force: float) -> Result:
+    """Return a label, or that it is nonsense."""
+    if isinstance(result, str):
+        return result
+    largest = float(np.linalg.norm(result["forces"], axis=1).max())
+    if largest > max_force:
+        return f"a force of {largest:.3g} eV/Å, more than max_force ({max_force:g})"
+    return result
+
+
+def _bound(
+    audit: Sequence[tuple[Float64Array, Float64Array]], sigma: Float64Array
+) -> tuple[float | None, float | None]:
+    """Return the expected RMSE on what was explored, and its upper 95 % confidence bound."""
+    if len(audit) < 3 or not len(sigma):
+        return None, None
+    squares = np.array([[np.mean(z**2), np.mean(s**2)] for z, s in audit])
+    ratio = squares[:, 0].sum() / squares[:, 1].sum()
+    spread = float(np.std(squares[:, 0] - ratio * squares[:, 1], ddof=1))
+    error = spread / np.sqrt(len(audit)) / squares[:, 1].mean()
+    mean = float(np.mean(sigma**2))
+    return float(np.sqrt(mean * ratio)), float(np.sqrt(mean * (ratio + 1.645 * error)))
+
+
+def _is_same(one: Atoms, other: Atoms) -> bool:
+    """Return whether structures are the same, up to the rounding of files."""
+    if len(one) != len(other) or not np.array_equal(one.numbers, other.numbers):
+        return False
+    cells = [np.asarray(atoms.cell) * atoms.pbc[:, None] for atoms in (one, other)]
+    return bool(
+        np.abs(one.positions - other.positions).max() < _ROUNDED
+        and np.abs(cells[0] - cells[1]).max() < _ROUNDED
+    )
+
+
+def _new(frames: Iterator[Atoms], known: set[bytes]) -> Iterator[Atoms]:
+    """Yield structures that are not known."""
+    for atoms in frames:
+        if fingerprints([atoms])[0] not in known:
+            yield atoms
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
+    """Return what has changed between two sets of settings."""
+    changes = []
+    for key in [*now, *(key for key in before if key not in now)]:
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            changes += _changes(old, new, f"{name}{key}.")
+        elif old != new:
+            changes.append(f"{name}{key} from {old} to {new}")
+    return changes
+
+
+def _write_walker(path: Path, explored: Explored) -> None:
+    """Write what a walker explored."""
+    frames = [*explored.frames]
+    for atoms in explored.stops:
+        atoms.info[_STOP] = True
+        frames.append(atoms)
+    last = Atoms() if explored.trusted is None else bare(explored.trusted)
+    last.info |= {_NEXT: True, _PICOSECONDS: explored.picoseconds}
+    with atomic_output(path, mode="w") as file:
+        file.write("".join(map(xyz_text, [*frames, last])))
+
+
+def _read_walker(path: Path) -> Explored:
+    """Return what a walker explored."""
+    *frames, last = read_frames(path)
+    stops = [atoms for atoms in frames if atoms.info.get(_STOP)]
+    return Explored(
+        [atoms for atoms in frames if not atoms.info.get(_STOP)],
+        stops,
+        bare(last) if len(last) else None,
+        float(last.info[_PICOSECONDS]),
+    )
