@@ -204,6 +204,6 @@ def test_the_command_line_finds_trajectories_unless_it_is_told_not_to(tmp_path, 
     assert lengths[0] > 1 == lengths[1]
     train = "train data.xyz --target energy --baseline mean --cutoff 3 --representatives 30"
     ended = qualms(f"{train} --threads 1 --force -o model.safetensors")
-    assert "--group-key None" in ended.err
+    assert "--group-key none" in ended.err
     ended = qualms(f"{train} --threads 1 --force -o model.safetensors --group-key None")
     assert "onsecutive frames" not in ended.err

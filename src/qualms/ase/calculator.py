@@ -545,6 +545,10 @@ class Calculator(ModelCalculator):
                 QualmsWarning,
                 stacklevel=2,
             )
+        if settings is not None and self._fitted is not None:
+            for name, record in self._fitted.record.quantities.items():
+                if doubt := record.doubt(settings.keys[name]):
+                    warnings.warn(doubt, QualmsWarning, stacklevel=2)
         target = "" if settings is None else settings.target
         if any(word in target.lower() for word in ("delta", "diff", "δ")):
             warnings.warn(

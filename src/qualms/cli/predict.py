@@ -77,6 +77,7 @@ def predict(
 ) -> None:
     """Run ``qualms predict``."""
     from qualms.atomistic import bulk
+    from qualms.atomistic.quantities import TARGET
     from qualms.atomistic.structures import FrameFiles, Places, iter_frames
     from qualms.execution import as_workers
     from qualms.io.files import check_output
@@ -130,6 +131,10 @@ def predict(
     }.items():
         if n[name]:
             warn(f"{n[name]} of {n['structures']} structures {text}")
+    for name, record in loaded.record.quantities.items():
+        doubt = record.doubt(loaded.settings.keys[name])
+        if doubt and (name == TARGET or getattr(contents, name)):
+            warn(doubt)
     if atoms and loaded.baseline_potential is not None:
         terminal.info(f"{target}_atoms are contributions to the difference from the baseline.")
     counts = {f"n_{name}": count for name, count in n.items()}

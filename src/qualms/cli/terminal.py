@@ -157,6 +157,7 @@ def in_options(message: str) -> str:
         if option.param_type_name == "argument":
             return str(option.metavar or option.name.upper())
         flag = max(option.opts, key=len)
+        value = "none" if value == "None" else value
         return flag if match[2] is None or option.is_flag else f"{flag} {value}"
 
     # An argument with or without a value, or anything else between backticks.

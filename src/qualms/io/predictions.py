@@ -40,7 +40,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 #: Key of the flag of structures that are out of distribution.
 EXTRAPOLATES = "qualms_extrapolates"
-#: Key of the reasons, a text; empty if a structure is no extrapolation.
+#: Key of the reasons, a text; empty, and absent from XYZ, if a structure is no extrapolation.
 REASON = "qualms_extrapolation_reason"
 
 #: Rows of a table that are written to Parquet together.
@@ -226,7 +226,9 @@ class _XYZWriter(PredictionWriter):
                     predicted[name] = np.full((len(atoms), *values.shape[1:]), np.nan)
                     part = slice(batch.ends[i], batch.ends[i + 1])
                     predicted[name][batch.rows[i]] = values[part]
-            atoms.info |= {name: column[i].item() for name, column in batch.extra.items()}
+            extra = {name: column[i].item() for name, column in batch.extra.items()}
+            # ASE writes an empty text as JSON. That of an earlier prediction must not remain.
+            atoms.info = {k: v for k, v in (atoms.info | extra).items() if extra.get(k) != ""}
             part = slice(atoms_before, atoms_before := atoms_before + len(frame))
             arrays = {name: rows[part] for name, rows in batch.arrays.items()}
             _add_further(atoms.arrays, arrays, frame, frame.arrays)

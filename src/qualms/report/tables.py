@@ -240,7 +240,8 @@ def novelty_table(evaluation: Evaluation, *, title: str = "") -> Table | None:
     for k, largest in enumerate(bins.largest):
         ratio, error = (x[k] / bins.rmv[k] for x in (bins.rmse, bins.rmse_stderr))
         within = (f"{100 * share[k]:.0f} %" for share in (bins.within_68, bins.within_95))
-        cells = [str(bins.counts[k]), *within, f"{ratio:.2f} ± {error:.1g}"]
+        spread = f" ± {error:.1g}" if np.isfinite(error) else ""  # of one structure
+        cells = [str(bins.counts[k]), *within, f"{ratio:.2f}{spread}"]
         rows.append([f"up to {write_number(largest)}", *cells])
     note = (
         "Novelty: the largest of the environments of a structure,\n"
