@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import ase.io
 import numpy as np
 import pytest
 from ase import Atoms
@@ -13,10 +14,12 @@ from atomistic_fixtures import (
 )
 
 from qualms import AtomisticModel, Prediction
+from qualms.ase import Calculator
 from qualms.atomistic.evaluation import evaluate
 from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered, sizes_of
 from qualms.errors import QualmsWarning
 from qualms.evaluation import Evaluation
+from qualms.io.predictions import REASON
 from qualms.report.assessment import assess
 from qualms.report.report import write_report
 from qualms.report.tables import novelty_records, novelty_table
@@ -32,11 +35,41 @@ def test_one_per_cent_of_all_exceed_one_limit_or_another(n, tail):
         measures[2] = 0.5 * (measures[1] + measures[2])  # correlated
         limits = np.array(fit_limits(list(measures)))
         exceeding = (measures > limits[:, None]).any(axis=0).mean()
-        assert exceeding <= 0.01
-        assert exceeding > 0.01 - 4 / n
+        assert 0.01 - 4 / n < exceeding <= (0.01 if n < 100 else 0.03)
         new[2] = 0.5 * (new[1] + new[2])
         shares.append((new > limits[:, None]).any(axis=0).mean())
-    assert np.mean(shares) < 0.012 + 3.5 / n
+    assert np.mean(shares) < 0.017 + 3.5 / n
+
+
+def test_a_few_structures_unlike_all_others_do_not_raise_the_limits():
+    """Such as one molecule in eighty with a group that the others lack."""
+    rng = np.random.default_rng(0)
+    measures, new = np.exp(rng.normal(size=(2, 3, 400)) * 0.4)
+    usual = fit_limits(list(measures))
+    measures[0, :5] = rng.uniform(20.0, 50.0, 5)
+    limits = fit_limits(list(measures))
+    assert limits == pytest.approx(usual, rel=0.1)
+    assert (new > np.array(limits)[:, None]).any(axis=0).mean() < 0.03
+    # Not so if there are many, which are usual themselves; nor of fewer than 100 structures.
+    measures[0, :40] = rng.uniform(20.0, 50.0, 40)
+    limits = np.array(fit_limits(list(measures)))
+    assert limits[0] > 20.0
+    assert (measures > limits[:, None]).any(axis=0).mean() <= 0.05
+    assert fit_limits(list(measures[:, :90]))[0] == measures[0, :90].max()
+    # Samples of 50 structures are no more than these.
+    repeated = np.tile(measures[:, :50], 16)
+    assert fit_limits(list(repeated), n_samples=16)[0] == measures[0, :50].max()
+
+
+@pytest.mark.parametrize("n_equal", [200, 188, 0])
+def test_limits_of_measures_that_are_nearly_all_equal(n_equal):
+    """As those of perfect crystals."""
+    measures = np.exp(np.random.default_rng(0).normal(size=(2, 200)))
+    measures[0, :n_equal] = 1e-6
+    measures[1, : n_equal // 2] = 0.0
+    limits = np.array(fit_limits(list(measures)))
+    assert np.all(np.isfinite(limits))
+    assert (measures > limits[:, None]).any(axis=0).mean() <= 0.05
 
 
 def test_the_largest_structure_is_one_of_the_one_per_cent():
@@ -156,18 +189,34 @@ def test_reports_have_the_reasons_of_the_worst_predictions(by_size, tmp_path):
 
 
 def test_labels_that_cannot_be_learned_are_named_with_their_quantity(tmp_path):
-    """Random numbers are not explained; the warning is repeated wherever the model is evaluated."""
+    """Random numbers are not explained; the warning is repeated wherever the model is used."""
+    from test_cli import qualms
+
     molecules, rng = labelled_molecules(140), np.random.default_rng(0)
     for atoms in molecules:
         atoms.info[ENERGY] = rng.normal() + len(atoms)  # which a baseline explains
-    with pytest.warns(QualmsWarning, match="energy: .*explained"):
-        model = make_model(n_representatives=100).fit(molecules[:100])
+    with pytest.warns(QualmsWarning, match=f"{ENERGY}: .*explained"):
+        model = make_model(n_representatives=100, units="eV").fit(molecules[:100])
     assert model.record.quantities["energy"].explained < 0.2
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors")
     evaluation = evaluate(loaded, molecules[100:])["energy"]
     assert evaluation.doubt
     assert evaluation.doubt in assess(evaluation).details
+    new = [atoms.copy() for atoms in molecules[100:104]]
+    new[0].positions *= 1.5
+    for atoms in new:
+        atoms.info[REASON] = "of an earlier prediction"
+    ase.io.write(tmp_path / "new.xyz", new)
+    predicted = tmp_path / "predicted.xyz"
+    ended = qualms(f"predict {tmp_path}/model.safetensors {tmp_path}/new.xyz -o {predicted}")
+    assert evaluation.doubt in ended.err
+    assert "_JSON" not in predicted.read_text()  # of reasons that are empty
+    reasons = [atoms.info.get(REASON, "") for atoms in ase.io.read(predicted, ":")]
+    assert reasons == loaded.predict(new).reasons
+    assert [bool(reason) for reason in reasons] == [True, False, False, False]
+    with pytest.warns(QualmsWarning, match="mean nothing"):
+        Calculator(loaded)
 
 
 def test_each_quantity_has_a_basis_of_its_own(alloys):
@@ -180,7 +229,7 @@ def test_each_quantity_has_a_basis_of_its_own(alloys):
         atoms.arrays["force"] = rng.normal(size=(len(atoms), 3)) * 0.1
     with pytest.warns(QualmsWarning) as caught:
         model = make_force_model(units="eV").fit(frames)
-    assert any("forces: out-of-bag" in str(warning.message) for warning in caught)
+    assert any("force: out-of-bag" in str(warning.message) for warning in caught)
     assert model.record.quantities["forces"].explained < 0.5
 
 

@@ -5,6 +5,11 @@ and the mean novelty of the environments of a structure. Each has a limit; toget
 that 1 % of the out-of-bag structures exceed one of them or another. So a limit is not the 99 %
 quantile of its measure: up to 3 % would exceed one. All limits are quantiles of the same level.
 
+Some training structures may be unlike all others. Out of bag they are extrapolations themselves,
+and a few of them among hundreds would decide on the limits of all new structures. So limits are not
+above those that 1 % would exceed if the measures were log-normally distributed, with the median and
+the 90 % quantile of the out-of-bag structures, but never so low that 5 % of these exceed one.
+
 A molecule that is larger than all those of the training set is an extrapolation as well. Out of
 bag, that holds for the largest one, which is one of the 1 %.
 """
@@ -14,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import ndtri
 
 from qualms.arrays import BoolArray, Float64Array, IntArray
 
-#: Share of out-of-bag structures that are extrapolations.
-SHARE = 0.01
+#: Share of out-of-bag structures that are extrapolations, and the most if some are unlike others.
+SHARE, MOST = 0.01, 0.05
 #: Rounding of novelties.
 ROUNDING = 1e-6
 #: Samples of the standard deviation of posterior members, in which it scatters as predicted ones.
@@ -26,7 +32,46 @@ _SAMPLES = 16
 
 
 def fit_limits(
-    measures: Sequence[Float64Array], largest: BoolArray | None = None, share: float = SHARE
+    measures: Sequence[Float64Array], largest: BoolArray | None = None, n_samples: int = 1
+) -> list[float]:
+    """Return the limits of measures beyond which a structure is an extrapolation.
+
+    Fewer than 100 structures do not determine more than their largest values.
+
+    Parameters
+    ----------
+    measures : sequence of (n,) arrays
+        Of out-of-bag structures.
+    largest : (n,) array of bool, optional
+        Structures that are extrapolations, whatever their measures are.
+    n_samples : int
+        How often each structure is among the n.
+    """
+    limits = limits_of_share(measures, largest, SHARE)
+    if SHARE * len(measures[0]) < n_samples:
+        return limits
+    usual = log_normal_limits(np.stack(measures), SHARE)
+    least = limits_of_share(measures, largest, MOST)
+    return [float(limit) for limit in np.clip(usual, least, limits)]
+
+
+def log_normal_limits(measures: Float64Array, share: float) -> Float64Array:
+    """Return the limits that a share would exceed if all measures (k, n) were log-normal: (k,).
+
+    The largest of the k logarithms of a structure, relative to their medians and 90 % quantiles, is
+    taken to be Gaussian.
+    """
+    logs = np.log(np.maximum(measures, np.finfo(np.float64).tiny))
+    median, high = np.quantile(logs, [0.5, 0.9], axis=1)
+    scale = np.maximum(high - median, 1e-6)
+    u = ((logs - median[:, None]) / scale[:, None]).max(axis=0)
+    middle, above = np.quantile(u, [0.5, 0.9])
+    level = middle + (above - middle) * ndtri(1 - share) / ndtri(0.9)
+    return np.asarray(np.exp(np.minimum(median + scale * level, 700.0)))
+
+
+def limits_of_share(
+    measures: Sequence[Float64Array], largest: BoolArray | None, share: float
 ) -> list[float]:
     """Return the limits of measures, such that a share of the structures exceeds one of them.
 

@@ -976,7 +976,7 @@ def largest_std(points: CalibrationData | None, settings: Settings) -> float:
 def find_limits(
     points: CalibrationData | None, rows: Rows, settings: Settings
 ) -> tuple[tuple[float, float], float | None]:
-    """Return the limits of novelty, and of p or ŝ, that 1 % of out-of-bag structures exceed.
+    """Return the limits of novelty, and of p or ŝ, that few of the out-of-bag structures exceed.
 
     Without points, those of novelty alone.
 
@@ -1012,7 +1012,7 @@ def find_limits(
     measures = [np.tile(column, n) for column in novelty[used].T]
     measures.append(np.concatenate([of[used] for of in stds]))
     all_largest = None if largest is None else np.tile(largest[used], n)
-    *of_novelty, limit = fit_limits(measures, all_largest)
+    *of_novelty, limit = fit_limits(measures, all_largest, n)
     return (of_novelty[0], of_novelty[1]), limit
 
 
@@ -1168,7 +1168,7 @@ def _record(
             noise=float(np.sqrt(ensemble.full.noise[name])),
             spread=None if z is None else spreads[name],
         )
-        if doubt := quantities[name].doubt(name):
+        if doubt := quantities[name].doubt(problem.settings.keys[name]):
             warn(doubt)
     states = census.states
     return Record(
