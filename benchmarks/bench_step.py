@@ -175,7 +175,7 @@ def in_ipi(system: System) -> Step:
     simulation.chk.filename = str(folder / "RESTART")  # which it writes at its end
 
     def step(_: object = kept) -> None:  # the folder stays as long as the step
-        simulation.run(1)
+        simulation.run_step(1)  # `run` writes all of the simulation to a file at its end
 
     return step
 
@@ -189,7 +189,7 @@ def _in_a_box(atoms: Atoms) -> Atoms:
 
 #: An input of i-PI at constant energy, that writes nothing.
 IPI = """
-<simulation verbosity="quiet" safe_stride="1000000">
+<simulation verbosity="quiet" threading="false" safe_stride="1000000">
   <output prefix="{folder}/out"></output>
   <ffdirect name="qualms">
     <pes>custom</pes> <pes_path>{folder}/pes.py</pes_path>
