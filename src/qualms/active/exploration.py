@@ -19,7 +19,7 @@ from ase import Atoms, units
 from ase.md.langevin import Langevin
 from ase.md.nptberendsen import NPTBerendsen
 
-from qualms.active.select import clash, not_predicted
+from qualms.active.candidates import clash, not_predicted
 from qualms.active.settings import Explore, LearnSettings
 from qualms.arrays import Float64Array
 from qualms.ase import Calculator, UncertaintyError

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
+from qualms.active.candidates import clash
 from qualms.active.exploration import (
     BEYOND,
     STD,
@@ -44,7 +45,7 @@ from qualms.active.exploration import (
     walk,
     yielded,
 )
-from qualms.active.select import clash, select
+from qualms.active.select import select
 from qualms.active.settings import LearnSettings
 from qualms.arrays import Float64Array
 from qualms.atomistic.delta import Result, checked, compute_values, load_calculator

@@ -25,7 +25,7 @@ import numpy as np
 from ase import Atoms
 from ase.data import chemical_symbols
 
-from qualms.arrays import BoolArray, Float64Array, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.extrapolation import ROUNDING
@@ -53,7 +53,7 @@ class Request(NamedTuple):
     novelty: bool = True  #: novelty, and whether structures are extrapolations
     process: bool = False  #: the projected process, Eq. (3), Musil et al. 2019
     means: bool = False  #: derivatives of the prediction alone, without uncertainties
-    rows: bool = False  #: rows of the posterior, if it is stored: `ProjectedVariance.rows`
+    rows: bool = False  #: kernel rows with the representatives, features and novelty of atoms
     learned: bool = False  #: without the values of a baseline potential
 
 
@@ -72,7 +72,8 @@ class Parts(NamedTuple):
     atoms: list[Prediction] | None = None  #: contribution of each of the `centers`, by structure
     atom_novelty: list[Float64Array] | None = None  #: novelty of each of the `centers`
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
-    rows: Float64Array | None = None  #: (N, r): of the posterior
+    rows: Float64Array | None = None  #: (N, r): kernel rows with the representatives
+    features: list[FloatArray] | None = None  #: of each of the `centers`, by structure
     novelty_std: Float64Array | None = None  #: (N,): q, if σ depends on it
     #: forces (n, 3) on the atoms of each structure and its stress (6,), without uncertainties
     means: list[tuple[Float64Array, Float64Array | None]] | None = None
@@ -429,7 +430,8 @@ class _Raw(NamedTuple):
     #: (n_structures, 6, N_R), or of the mean alone; NaN without a volume
     virials: Float64Array | None = None
     process: Float64Array | None = None  #: (3, N): mean, p and σ_PP of the projected process
-    rows: Float64Array | None = None  #: (N, r): of the posterior
+    rows: Float64Array | None = None  #: (N, r): kernel rows with the representatives
+    features: FloatArray | None = None  #: (n_environments, d)
 
 
 def predict_chunk(
@@ -534,9 +536,10 @@ def predict_chunk(
         forces=forces,
         stress=stress,
         atoms=contributions,
-        atom_novelty=atom_novelty if request.atoms else None,
+        atom_novelty=atom_novelty if request.atoms or request.rows else None,
         process=process,
         rows=raw.rows,
+        features=None if raw.features is None else np.split(raw.features, offsets[1:-1]),
         novelty_std=raw.novelty_std if request.process else None,
         means=means,
     )
@@ -570,16 +573,14 @@ def _by_features(chunk: Chunk, request: Request) -> _Raw:
         p2, q2 = fitted.pp_variance.parts(K_XM, chunk.prior_variance())
         stds = np.sqrt([p2, p2 + q2 + fitted.pp_variance.noise_variance_of_target])
         process = np.stack([fitted.pp_mean(K_XM, chunk.design), *stds])
-    posterior = None
-    if request.rows and fitted.pp_variance is not None:
-        posterior = fitted.pp_variance.rows(K_XM)
     return _Raw(
         members=fitted.members(K_XM, chunk.design),
         novelty=novelty,
         novelty_std=fitted.novelty_std(K_XM, chunk.prior_variance),
         atoms=contributions,
         process=process,
-        rows=posterior,
+        rows=K_XM if request.rows else None,
+        features=chunk.batch.features if request.rows else None,
     )
 
 
@@ -615,7 +616,7 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential, threads: int
             features[places] = part.features
         if part.virials is not None:
             virials[some] = part.virials
-    novelty = novelty_std = None
+    novelty = novelty_std = K_XM = None
     if request.novelty or uses_q:
         novelty = np.empty(n_atoms) if request.novelty else None
         offsets = offsets_of([len(a) for a in frames])
@@ -630,6 +631,8 @@ def _by_tapes(chunk: Chunk, request: Request, potential: Potential, threads: int
         atoms=fitted.with_baseline(atoms, chunk.atom_design) if request.atoms else None,
         forces=forces,
         virials=virials if request.stress else None,
+        rows=K_XM if request.rows else None,
+        features=features if request.rows else None,
     )
 
 

@@ -88,6 +88,7 @@ def farthest_points(
     X: FloatArray,
     n: int,
     *,
+    n_first: int = 1,
     on_pick: Callable[[int], object] | None = None,
 ) -> FarthestPoints:
     """Pick rows one by one from the first on, each the farthest from those already picked.
@@ -111,6 +112,8 @@ def farthest_points(
         Features, float32 or float64. Read in blocks and never copied as a whole.
     n : int
         How many rows to pick.
+    n_first : int
+        The first rows, so many of them, are the first picks, whatever their distances.
     on_pick : callable, optional
         Called with the number of picks after each one, to show progress.
 
@@ -135,9 +138,10 @@ def farthest_points(
     search = _Search(X, n, on_pick)
     ids = np.arange(len(X))
     level = _Level(X, norms, ids, np.full(len(X), np.inf), np.zeros_like(ids))
-    search.record(level, 0)
+    for row in range(n_first):
+        search.record(level, row)
     search.refresh(level, -np.inf)
-    level.d2[0] = -np.inf
+    level.d2[:n_first] = -np.inf
     search.advance(level, (0.0, 1))  # beaten by every positive distance, whatever its index
     return FarthestPoints(np.array(search.indices, dtype=np.intp), np.sqrt(search.d2))
 

@@ -223,39 +223,42 @@ def posterior_rows(Phi_X: FloatArray, factor: Float64Array, noise_variance: floa
     return np.asarray(np.sqrt(noise_variance) * V.T)
 
 
-def observed_rows(B: FloatArray, V: FloatArray) -> Float64Array:
-    """Return rows B′ (n, r) of the posterior after further observations, whatever their values.
+class Observations(NamedTuple):
+    """Further observations of a posterior with rows B, whatever their values.
 
     Observations V (m, r) are rows of the posterior divided by the standard deviation of their
-    noise. The covariances become
+    noise. They change the covariances to
 
         B′B′ᵀ = BBᵀ − BVᵀ(VVᵀ + 1)⁻¹VBᵀ = B (1 + VᵀV)⁻¹ Bᵀ.
-
-    With VVᵀ = U diag(λ) Uᵀ the square root is (1 + VᵀV)^(−½) = 1 − VᵀU diag(g) UᵀV, where
-    g = (1 − (1 + λ)^(−½))/λ.
     """
-    values, along = _principal_observations(V)
-    root = np.sqrt(1 + values)
-    g = 1 / (root * (1 + root))  # (1 − 1/√(1 + λ))/λ, without cancellation
-    return np.asarray(B - ((B @ along) * g) @ along.T)
 
+    values: Float64Array  #: (m,): eigenvalues λ of VVᵀ
+    along: Float64Array  #: (r, m): VᵀU, U the eigenvectors
 
-def observed_covariances(
-    C: FloatArray, B: FloatArray, B_other: FloatArray, V: FloatArray
-) -> Float64Array:
-    """Return covariances C′ (n, n_other) after further observations V (m, r): see `observed_rows`.
+    @classmethod
+    def of(cls, V: FloatArray) -> Observations:
+        """Return observations V (m, r)."""
+        values, U = np.linalg.eigh(V @ V.T)
+        return cls(np.maximum(values, 0.0), V.T @ U)
 
-    C = B B_otherᵀ is that of rows B (n, r) and B_other (n_other, r) before. Where it is needed
-    after each of many observations, products of all rows with all others are not computed again.
-    """
-    values, along = _principal_observations(V)
-    return np.asarray(C - ((B @ along) / (1 + values)) @ (B_other @ along).T)
+    def rows(self, B: FloatArray) -> Float64Array:
+        """Return rows B′ (n, r) of the posterior afterwards.
 
+        With VVᵀ = U diag(λ) Uᵀ the square root is (1 + VᵀV)^(−½) = 1 − VᵀU diag(g) UᵀV, where
+        g = (1 − (1 + λ)^(−½))/λ.
+        """
+        root = np.sqrt(1 + self.values)
+        g = 1 / (root * (1 + root))  # (1 − 1/√(1 + λ))/λ, without cancellation
+        return np.asarray(B - ((B @ self.along) * g) @ self.along.T)
 
-def _principal_observations(V: FloatArray) -> tuple[Float64Array, Float64Array]:
-    """Return the eigenvalues λ (m,) of VVᵀ, and VᵀU (r, m) for its eigenvectors U."""
-    values, U = np.linalg.eigh(V @ V.T)
-    return np.maximum(values, 0.0), V.T @ U
+    def reduction(self, BVU: FloatArray, other: FloatArray | None = None) -> Float64Array:
+        """Return by how much variances (n,), or covariances with others (n, k), become smaller.
+
+        Given the products BVᵀU (n, m) of `along` with rows, and with those of the others (k, m).
+        """
+        if other is None:
+            return np.asarray(BVU**2 @ (1 / (1 + self.values)))
+        return np.asarray((BVU / (1 + self.values)) @ other.T)
 
 
 def novelty_variance(Phi_X: FloatArray, k_xx: FloatArray) -> Float64Array:
