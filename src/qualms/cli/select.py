@@ -70,8 +70,8 @@ def select(
     representation: Annotated[
         str | None,
         Option(
-            help="Features, such as organic, without a model, for --strategy farthest or random; "
-            "auto chooses by the elements.",
+            help='Preset ("organic", "auto", …) of features, without a model: for --strategy '
+            "farthest or random.",
         ),
     ] = None,
     cost: Annotated[
@@ -88,7 +88,8 @@ def select(
     group_key: Annotated[
         str | None,
         Option(
-            help="Key of groups, such as conformers of a molecule: at most one of each is chosen."
+            help="Key of group labels; of one group, such as conformers of a molecule, one "
+            "structure is chosen at most."
         ),
     ] = None,
     min_gap: Annotated[
