@@ -148,7 +148,7 @@ def test_command(model_file, tmp_path, monkeypatch):
     of_lammps = ("lammps --types 'Cu H'", "lammps --types ''")
     of_lammps = (*of_lammps, "lammps --forces-uncertainty-every 0")
     others = ("ipi --types Cu", "metatomic --types Cu", "ipi --forces-uncertainty-every 2")
-    for name in ("pes", "pes.txt", "qualms.py", "numpy.py"):  # i-PI could not import it
+    for name in ("pes", "pes.txt", "qualms.py", "random.py"):  # i-PI could not import it
         ended = qualms(f"export --to ipi -o {name}", model_file)
         assert ended.code == 2
         assert not Path(name).exists()

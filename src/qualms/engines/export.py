@@ -164,13 +164,8 @@ def export(
         raise InputError("`types` are empty: name the element of each.", parameter="types")
     check_not_input(output, model)
     name = Path(output).name
-    if to == "ipi" and (Path(name).suffix != ".py" or Path(name).stem in sys.modules):
-        raise InputError(
-            f"i-PI imports the file as a module of its name, and {name!r} "
-            + ("does not end in .py" if Path(name).suffix != ".py" else "replaces another one")
-            + ". Use a name such as qualms_pes.py.",
-            parameter="output",
-        )
+    if to == "ipi":
+        _check_module(name)
     calculator = _check(check_input(model, "model"), types)
     # LAMMPS takes the first word alone.
     quoted = f'"{name}"' if to == "lammps" and re.search(r"\s", name) else name
@@ -206,6 +201,20 @@ def _check(path: Path, types: Sequence[str] | None) -> Calculator:
         raise
     check_elements(types or (), calculator)
     return calculator
+
+
+def _check_module(name: str) -> None:
+    """Reject names of files that i-PI cannot import, or imports in place of something else."""
+    stem, suffix = Path(name).stem, Path(name).suffix
+    is_package = hasattr(sys.modules.get(stem), "__path__")
+    if suffix == ".py" and not is_package and stem not in sys.stdlib_module_names:
+        return
+    problem = "is that of another one" if suffix == ".py" else "does not end in .py"
+    raise InputError(
+        f"i-PI imports the file as a module, whose name {name!r} {problem}. Use a name such as "
+        "qualms_pes.py.",
+        parameter="output",
+    )
 
 
 def _save_for_metatomic(calculator: Calculator, path: Path, digest: str) -> None:
