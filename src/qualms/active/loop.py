@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from ase import Atoms
 
+from qualms.active.audit import coverage, upper_bound
 from qualms.active.candidates import clash
 from qualms.active.exploration import (
     BEYOND,
@@ -47,8 +48,9 @@ from qualms.active.exploration import (
 )
 from qualms.active.select import select
 from qualms.active.settings import LearnSettings
-from qualms.arrays import Float64Array
+from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic.delta import Result, checked, compute_values, load_calculator
+from qualms.atomistic.evaluation import out_of_bag_scores
 from qualms.atomistic.labels import find_label, voigt
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.structures import (
@@ -58,16 +60,22 @@ from qualms.atomistic.structures import (
     read_files,
     read_frames,
 )
+from qualms.calibration.sequential import CalibrationTest, calibration_scores, structure_means
 from qualms.errors import InputError, QualmsError, counted, warn
+from qualms.evaluation import Evaluation
 from qualms.execution import as_workers, processes
 from qualms.io.files import append, atomic_output
 from qualms.io.xyz import xyz_text
+from qualms.metrics import root_mean_square
+from qualms.prediction import Prediction
 
 _log = logging.getLogger("qualms")
 
 #: Keys of a bought label: its identity, how it was chosen, and what was predicted before.
 ID, KIND, ROUND, REASON = (f"learn_{name}" for name in ("id", "kind", "round", "reason"))
-FORCES, FORCES_STD = "learn_forces", "learn_forces_std"
+FORCES, FORCES_STD, FORCES_DOF = "learn_forces", "learn_forces_std", "learn_forces_dof"
+#: Key of the root mean square σ of what was explored in the round.
+EXPLORED_STD = "learn_explored_std"
 SELECTED, AUDIT = "selected", "audit"
 #: Flag of the structure with which a walker goes on; it is the last of its file.
 _NEXT, _PICOSECONDS, _STOP = "learn_next", "learn_picoseconds", "learn_stop"
@@ -419,7 +427,17 @@ class _Loop:
             with self._timed("label"):
                 self._buy(number, chosen)
         bought = state.frames("data.xyz")
-        record |= self._about(number, bought)
+        test = self._test(number, bought)
+        record |= {
+            **self._about(number, bought),
+            "e_value": test.e_value,
+            "alarm": bool(test.alarm),
+        }
+        if test.alarm and not any(before["alarm"] for before in state.records(number)):
+            warn(
+                f"Errors of new labels are larger than σ says (e = {test.e_value:.3g}): the "
+                "calibration does not hold for what is explored, nor may the bound."
+            )
         record |= {"seconds": {k: round(v, 1) for k, v in self.seconds.items()}, "end": end}
         records = state.records(number)
         done = [e for e in state.of("round") if e["round"] == number]
@@ -464,7 +482,11 @@ class _Loop:
         confirmed = None
         if potential is not None and potential.calculator is not None:
             confirmed = {"calculator": potential.calculator, "arguments": potential.arguments}
-        return AtomisticModel.load(path, threads=settings.threads, baseline=confirmed)
+        model = AtomisticModel.load(path, threads=settings.threads, baseline=confirmed)
+        if not any(entry["round"] == number for entry in self.state.of("trained")):
+            scores = out_of_bag_scores(model, "forces").tolist()
+            self.state.note("trained", round=number, scores=scores)
+        return model
 
     # --- explore ---
 
@@ -508,9 +530,17 @@ class _Loop:
     ) -> dict[str, Any]:
         """Return what is known about the error of the model on what was explored."""
         sigma = np.array([atoms.info[STD] for atoms in frames])
-        audit = [self._errors(atoms) for atoms in bought if atoms.info[KIND] == AUDIT]
-        expected = float(np.sqrt(np.mean(sigma**2))) if len(sigma) else None
-        estimate, bound = _bound(audit, sigma)
+        expected = root_mean_square(sigma) if len(sigma) else None
+        estimate = bound = None
+        audits = [atoms for atoms in bought if atoms.info[KIND] == AUDIT]
+        if audits and expected is not None:
+            # Labels of all rounds say how many times σ the errors are, each relative to what was
+            # explored then.
+            of, then = evaluation_of(audits, self.forces), [a.info[EXPLORED_STD] for a in audits]
+            errors, std = (_rms(v, of.structure) / then for v in (of.residuals, of.prediction.std))
+            estimate = expected * float(np.sqrt(np.sum(errors**2) / np.sum(std**2)))
+            bound = expected * upper_bound(errors, std, [1.0])
+            bound = bound if np.isfinite(bound) else None
         return {
             "round": number,
             "labels": len(self.start) + len(bought),
@@ -529,23 +559,27 @@ class _Loop:
         for kind in (AUDIT, SELECTED):
             some = [a for a in bought if a.info[KIND] == kind and a.info[ROUND] == number]
             if some:
-                z, std = (np.concatenate(c) for c in zip(*map(self._errors, some), strict=True))
-                ratio = np.abs(z) / std
+                of = evaluation_of(some, self.forces)
+                shares = coverage(of)
                 about[kind] = {
                     "n": len(some),
-                    "rmse": float(np.sqrt(np.mean(z**2))),
-                    "std": float(np.sqrt(np.mean(std**2))),
-                    "within_68": float(np.mean(ratio < 1.0)),
-                    "within_95": float(np.mean(ratio < 1.96)),
+                    "rmse": root_mean_square(of.residuals),
+                    "std": root_mean_square(of.prediction.std),
+                    "within_68": shares.within_68,
+                    "within_95": shares.within_95,
                 }
         return about
 
-    def _errors(self, atoms: Atoms) -> tuple[Float64Array, Float64Array]:
-        """Return errors and standard deviations of the components of the forces of a label."""
-        known = self._label(atoms)
-        assert known is not None
-        z = known[1] - atoms.arrays[FORCES]
-        return np.ravel(z), np.ravel(atoms.arrays[FORCES_STD])
+    def _test(self, number: int, bought: Sequence[Atoms]) -> CalibrationTest:
+        """Return the test of the calibrations, with the labels of all rounds."""
+        references = {e["round"]: e["scores"] for e in self.state.of("trained")}
+        test = CalibrationTest(references[0])
+        for i in range(number + 1):
+            test.renew(references[i])
+            if labels := [atoms for atoms in bought if atoms.info[ROUND] == i]:
+                of = evaluation_of(labels, self.forces)
+                test.update(calibration_scores(of.residuals, of.prediction.std, of.structure))
+        return test
 
     def _end(
         self,
@@ -642,6 +676,9 @@ class _Loop:
                 marked.info |= {ID: _identity(number, rank), KIND: kind, ROUND: number}
                 marked.info["learn_energy"] = float(predicted.mean[rank])
                 marked.info["learn_energy_std"] = float(predicted.std[rank])
+                marked.info[EXPLORED_STD] = record["expected"]
+                if predicted.forces.dof is not None and np.isfinite(predicted.forces.dof):
+                    marked.info[FORCES_DOF] = float(predicted.forces.dof)
                 rows = slice(edges[rank], edges[rank + 1])
                 marked.arrays[FORCES] = np.array(predicted.forces.mean[rows])
                 marked.arrays[FORCES_STD] = np.array(predicted.forces.std[rows])
@@ -793,18 +830,41 @@ def _sensible(result: Result, max_force: float) -> Result:
     return result
 
 
-def _bound(
-    audit: Sequence[tuple[Float64Array, Float64Array]], sigma: Float64Array
-) -> tuple[float | None, float | None]:
-    """Return the expected RMSE on what was explored, and its upper 95 % confidence bound."""
-    if len(audit) < 3 or not len(sigma):
-        return None, None
-    squares = np.array([[np.mean(z**2), np.mean(s**2)] for z, s in audit])
-    ratio = squares[:, 0].sum() / squares[:, 1].sum()
-    spread = float(np.std(squares[:, 0] - ratio * squares[:, 1], ddof=1))
-    error = spread / np.sqrt(len(audit)) / squares[:, 1].mean()
-    mean = float(np.mean(sigma**2))
-    return float(np.sqrt(mean * ratio)), float(np.sqrt(mean * (ratio + 1.645 * error)))
+def evaluation_of(labels: Sequence[Atoms], forces: str) -> Evaluation:
+    """Return the forces of labels, with the predictions before they were bought.
+
+    Parameters
+    ----------
+    labels : sequence of Atoms
+        Of `Round.bought`.
+    forces : str
+        Their key.
+    """
+    found = [find_label(atoms, forces, True) for atoms in labels]
+    y = [np.asarray(label[0], dtype=np.float64).ravel() for label in found if label is not None]
+    mean, std = (
+        np.concatenate([atoms.arrays[key].ravel() for atoms in labels])
+        for key in (FORCES, FORCES_STD)
+    )
+    dof, sizes = labels[-1].info.get(FORCES_DOF), [len(atoms) for atoms in labels]
+    return Evaluation(
+        target=forces,
+        quantity="forces",
+        y=np.concatenate(y),
+        prediction=Prediction(mean=mean, std=std, dof=None if dof is None else float(dof)),
+        structure=np.repeat(np.arange(len(labels)), 3 * np.array(sizes)),
+        atom=np.repeat(np.concatenate([np.arange(n) for n in sizes]), 3),
+        component=np.tile(np.arange(3), sum(sizes)),
+        component_names=("x", "y", "z"),
+        units="eV/Å",
+        frames=[bare(atoms, config_type=str(atoms.info[KIND])) for atoms in labels],
+        warnings=(),
+    )
+
+
+def _rms(values: Float64Array, structure: IntArray) -> Float64Array:
+    """Return the root mean square of each structure."""
+    return np.asarray(np.sqrt(structure_means(np.square(values), structure)))
 
 
 def _is_same(one: Atoms, other: Atoms) -> bool:

@@ -695,10 +695,11 @@ class LearningCurveDisplay(Display):
                 ax.plot(self.labels, values, **look)
         ax.axhline(self.goal, color=GUIDE, linewidth=0.8, linestyle=":", label="target")
         every = np.concatenate([*self.curves.values(), [self.goal]])
-        set_log_scale(ax, "y", log_limits(every[np.isfinite(every) & (every > 0)]))
+        low, high = log_limits(every[np.isfinite(every) & (every > 0)])
+        set_log_scale(ax, "y", (low, high * (high / low) ** 0.4))  # room for the legend
         set_even_ticks(ax.xaxis)
         ax.set(xlabel="Labels", ylabel=axis_label("RMSE of forces", units=self.units))
-        ax.legend(loc="upper right")
+        ax.legend(loc="upper right", ncols=2)
 
     def data_uri(self) -> str:
         """Return the figure as it stands in a page."""

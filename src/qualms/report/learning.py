@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from qualms.active.exploration import BEYOND, TEMPERATURE, TIME, WALKER, bare
-from qualms.active.loop import (
-    AUDIT,
-    FORCES,
-    FORCES_STD,
-    ID,
-    KIND,
-    REASON,
-    Round,
-)
-from qualms.atomistic.labels import find_label
+from qualms.active.exploration import BEYOND, TEMPERATURE, TIME, WALKER
+from qualms.active.loop import AUDIT, ID, REASON, Round, evaluation_of
 from qualms.atomistic.model import summarize
 from qualms.errors import counted
-from qualms.evaluation import Evaluation
 from qualms.io.files import AnyPath
-from qualms.prediction import Prediction
 from qualms.report.figures import LearningCurveDisplay
 from qualms.report.report import Picture, Report, write_report
 from qualms.report.tables import Table, write_number
@@ -63,7 +50,7 @@ def write_round(path: AnyPath, found: Round, *, force: bool = False) -> Report |
         tables["Failed calculations"] = _failed(found.failed)
     return write_report(
         path,
-        {"forces": evaluation_of(found)},
+        {"forces": evaluation_of(found.bought, str(found.model.settings.forces))},
         title=f"Round {found.number}",
         remarks=remarks,
         pictures={
@@ -79,36 +66,6 @@ def write_round(path: AnyPath, found: Round, *, force: bool = False) -> Report |
         tables=tables,
         facts=summarize(found.model.fitted),
         force=force,
-    )
-
-
-def evaluation_of(found: Round) -> Evaluation:
-    """Return the forces of all labels that were bought, with the predictions before them."""
-    key = str(found.model.settings.forces)
-    y, mean, std, structure, atom, frames = [], [], [], [], [], []
-    for number, atoms in enumerate(found.bought):
-        label = find_label(atoms, key, True)
-        assert label is not None, "there are no others"
-        y.append(np.ravel(np.asarray(label[0], dtype=np.float64)))
-        mean.append(np.ravel(atoms.arrays[FORCES]))
-        std.append(np.ravel(atoms.arrays[FORCES_STD]))
-        structure.append(np.full(3 * len(atoms), number))
-        atom.append(np.repeat(np.arange(len(atoms)), 3))
-        kind = "audit" if atoms.info[KIND] == AUDIT else "selected"
-        frames.append(bare(atoms, config_type=kind))
-    values = np.concatenate(y)
-    return Evaluation(
-        target=key,
-        quantity="forces",
-        y=values,
-        prediction=Prediction(mean=np.concatenate(mean), std=np.concatenate(std)),
-        structure=np.concatenate(structure),
-        atom=np.concatenate(atom),
-        component=np.tile(np.arange(3), len(values) // 3),
-        component_names=("x", "y", "z"),
-        units="eV/Å",
-        frames=frames,
-        warnings=(),
     )
 
 
