@@ -422,6 +422,7 @@ class _Loop:
         chosen: list[Atoms] = []
         if not end:
             chosen = self._choose(number, model, frames, stops, bought, record, attempts)
+            record["next"] = self._next(number, record, chosen)
             if not chosen:
                 end = "There is nothing left to choose from."
             with self._timed("label"):
@@ -621,6 +622,18 @@ class _Loop:
 
     # --- choose ---
 
+    def _next(
+        self, number: int, record: Mapping[str, Any], chosen: Sequence[Atoms]
+    ) -> float | None:
+        """Return the expected error after the labels of a round."""
+        falls = [e["falls_to"] for e in self.state.of("chosen") if e["round"] == number]
+        estimate = record["estimate"] or record["expected"]
+        if not falls or estimate is None:
+            return None
+        after: float = falls[-1] * estimate
+        _log.info("%s should lower it to %.3g.", counted(len(chosen), "label"), after)
+        return after
+
     def _choose(
         self,
         number: int,
@@ -665,6 +678,9 @@ class _Loop:
                     seed=s.seed,
                 )
                 selected = selection.frames
+                if selection.curve is not None and selection.curve[0, 0] > 0:
+                    falls = float(selection.curve[-1, 0] / selection.curve[0, 0])
+                    self.state.note("chosen", round=number, n=len(selected), falls_to=falls)
             chosen = [*audit, *selected]
             if chosen:
                 predicted = model.predict([bare(atoms) for atoms in chosen], forces=True)

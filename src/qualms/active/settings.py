@@ -151,10 +151,11 @@ class Limits(_Entries):
 class Choose(_Entries):
     """How labels are chosen: see `qualms.active.select`."""
 
-    strategy: Literal["variance", "target", "random"] = _entry(
+    strategy: Literal["variance", "target", "farthest", "random"] = _entry(
         "variance",
         f"{{{', '.join(STRATEGIES)}}}",
-        "Largest variance; largest reduction of the variance of what was explored; at random.",
+        "Largest variance; largest reduction of the variance of what was explored; largest "
+        "distance in the space of features; at random.",
     )
     max_novelty: _Positive | None = _entry(
         None, "float, optional", "Structures of a larger novelty are unphysical, and left out."

@@ -659,11 +659,14 @@ class LearningCurveDisplay(Display):
         By their labels; NaN where there is none. The last is drawn as points.
     goal : float
         The target.
+    after : (n,) array
+        What was expected after the labels of each round; NaN if nothing was.
     """
 
     labels: Float64Array
     curves: Mapping[str, Float64Array]
     goal: float
+    after: Float64Array
     _aspect: ClassVar[float] = 0.8
 
     @classmethod
@@ -675,18 +678,27 @@ class LearningCurveDisplay(Display):
             return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
 
         curves = {
-            r"$\sigma$": column(lambda r: r["expected"]),
+            "by σ": column(lambda r: r["expected"]),
             "expected error": column(lambda r: r["estimate"]),
             "upper 95 % bound": column(lambda r: r["bound"]),
             "audit labels": column(lambda r: r.get("audit", {}).get("rmse")),
         }
-        return cls(column(lambda r: r["labels"]), curves, goal, units="eV/Å")
+        after = column(lambda r: r.get("next"))
+        return cls(column(lambda r: r["labels"]), curves, goal, after, units="eV/Å")
 
     @classmethod
     def _compute(cls, y: Float64Array, prediction: Prediction) -> tuple[Any, ...]:
         raise NotImplementedError
 
     def _draw(self, ax: Axes, **kwargs: Any) -> None:
+        sigma, estimate, *_ = self.curves.values()
+        now = np.where(np.isfinite(estimate), estimate, sigma)
+        following = np.append(self.labels[1:], self.labels[-1] + np.diff(self.labels[-2:]).sum())
+        for x, y in zip(
+            np.transpose([self.labels, following]), np.transpose([now, self.after]), strict=True
+        ):
+            ax.plot(x, y, color=GUIDE, linewidth=0.8)
+        ax.plot([], [], color=GUIDE, linewidth=0.8, label="expected by the choice")
         for i, (label, values) in enumerate(self.curves.items()):
             look = line_style(i) | {"label": label} | kwargs
             if i == len(self.curves) - 1:
@@ -694,7 +706,7 @@ class LearningCurveDisplay(Display):
             if np.isfinite(values).any():
                 ax.plot(self.labels, values, **look)
         ax.axhline(self.goal, color=GUIDE, linewidth=0.8, linestyle=":", label="target")
-        every = np.concatenate([*self.curves.values(), [self.goal]])
+        every = np.concatenate([*self.curves.values(), [self.goal], self.after])
         low, high = log_limits(every[np.isfinite(every) & (every > 0)])
         set_log_scale(ax, "y", (low, high * (high / low) ** 0.4))  # room for the legend
         set_even_ticks(ax.xaxis)
