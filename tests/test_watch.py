@@ -424,3 +424,48 @@ def test_similar_structures_are_passed_on_once(force_model, hot):
             one.calc = calc
             one.get_forces()
     assert len(seen) == 2
+
+
+# --- labels ---
+
+
+def test_labels_show_that_the_calibration_no_longer_holds(force_model, alloys):
+    new, watch = alloys[26:], Watch()
+    with rejects("watch"):
+        watch.check_labels(new)
+    Calculator(force_model, watch)
+    assert watch.calibration_test is None
+    one_by_one = [watch.check_labels(atoms).e_value for atoms in new]  # a warning is an error
+    test = watch.calibration_test
+    assert test.n_labels == len(new)
+    assert not test.alarm
+    other = Watch()
+    Calculator(force_model, other)
+    assert other.check_labels(new).e_value == one_by_one[-1]
+    assert pickle.loads(pickle.dumps(watch)).calibration_test.e_value == one_by_one[-1]
+
+    wrong = [atoms.copy() for atoms in new]
+    for atoms, of in zip(wrong, new, strict=True):
+        prediction = force_model.predict(of, forces=True).forces
+        atoms.arrays["force"] = prediction.mean + 3 * (of.arrays["force"] - prediction.mean)
+    with pytest.warns(QualmsWarning, match="no longer holds"):
+        watch.check_labels(wrong)
+    assert test.alarm
+    watch.check_labels(wrong)  # the warning is not repeated
+
+
+def test_labels_that_cannot_be_compared(force_model, energy_model, committee, alloys):
+    watch = Watch()
+    Calculator(force_model, watch)
+    bare = alloys[26].copy()
+    del bare.arrays["force"]
+    with rejects("frames") as error:
+        watch.check_labels([alloys[27], bare])
+    assert "Structure 1" in str(error.value)
+    with rejects("frames"):
+        watch.check_labels(Atoms("C", info={"energy": 1.0}))
+    assert watch.calibration_test is None
+    other = Watch(energy=0.1)
+    Calculator(committee, other)
+    with rejects("watch"):
+        other.check_labels(alloys[26])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from threading import RLock
@@ -15,12 +15,14 @@ import numpy as np
 from ase import Atoms
 
 from qualms.arrays import Float64Array, FloatArray, check_integer, check_number
+from qualms.atomistic.evaluation import label_scores, out_of_bag_scores
 from qualms.atomistic.kernel_rows import normalized, novelty_of
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import force_norm
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import CHARGES, SPINS
 from qualms.calibration.points import CalibrationData
+from qualms.calibration.sequential import CalibrationTest
 from qualms.errors import InputError, QualmsWarning, UncertaintyError, unknown_choice
 from qualms.io.files import append, check_output
 from qualms.io.xyz import xyz_text
@@ -124,6 +126,8 @@ class Watch:
         self.min_novelty = check_number("min_novelty", min_novelty, 0)
         #: the last structure before the present one that was within the limits
         self.trusted: Atoms | None = None
+        #: of the labels that `check_labels` got; None before the first
+        self.calibration_test: CalibrationTest | None = None
         self._limits: dict[str, _Limit] = {}
         self._model: object = None
         self._lock = RLock()
@@ -219,6 +223,40 @@ class Watch:
                 self._act(atoms, errors)
             self._is_beyond = True
             return None
+
+    def check_labels(self, frames: Atoms | Sequence[Atoms]) -> CalibrationTest:
+        """Compare new labels with the predictions of the model; warn if errors are too large.
+
+        The warning is issued once, when the errors of all labels so far are larger than their
+        uncertainties: see `qualms.active.CalibrationTest`.
+
+        Parameters
+        ----------
+        frames : Atoms or sequence of Atoms
+            Structures with reference values, in the order in which they were labelled, that the
+            model was not trained on: with forces, if it learned forces, else with the target.
+        """
+        model = self._model
+        if not isinstance(model, AtomisticModel):
+            problem = "belongs to no calculator yet" if model is None else "has no AtomisticModel"
+            raise InputError(
+                f"The watch {problem}, so that labels cannot be compared: use "
+                "Calculator(model, watch) with a model that qualms has trained.",
+                parameter="watch",
+            )
+        scores = label_scores(model, [frames] if isinstance(frames, Atoms) else frames)
+        with self._lock:
+            test = self.calibration_test or CalibrationTest(out_of_bag_scores(model))
+            self.calibration_test, had_alarm = test, test.alarm
+            if test.update(scores) and not had_alarm:
+                warnings.warn(
+                    f"The calibration no longer holds: errors of {test.n_labels} new labels are "
+                    f"larger than their uncertainties. (Without a reason, this warning has a "
+                    f"probability of {test.level:.0%}.) Train the model again, with these labels.",
+                    QualmsWarning,
+                    stacklevel=2,
+                )
+        return test
 
     def _errors(self, atoms: Atoms, results: Mapping[str, Any]) -> list[UncertaintyError]:
         """Return an error for each limit that a structure exceeds."""
