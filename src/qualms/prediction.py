@@ -233,6 +233,26 @@ class Prediction(NDArrayOperatorsMixin):
         members = _members_of(self, "covariance")
         return np.atleast_2d(np.cov(members.reshape(-1, members.shape[-1])))
 
+    def lowest(self, *, n_draws: int = 10_000, seed: int = 0) -> Float64Array:
+        """Return the probability of each of n points to be the lowest: (n,).
+
+        Of Gaussian errors with the mean and the `covariance` of the points, of which `n_draws` are
+        drawn: the errors of similar points cancel.
+        """
+        members = _members_of(self, "lowest")
+        if members.ndim != 2:
+            raise InputError(
+                f"The `prediction` has the shape {self.shape}; the lowest is one of n points.",
+                parameter="prediction",
+            )
+        deviations = members - members.mean(axis=1, keepdims=True)
+        rng, R, count = np.random.default_rng(seed), members.shape[1], np.zeros(len(members))
+        for first in range(0, n_draws, 1000):
+            weights = rng.normal(size=(R, min(1000, n_draws - first))) / np.sqrt(R - 1)
+            drawn = self.mean[:, None] + deviations @ weights
+            count += np.bincount(drawn.argmin(axis=0), minlength=len(count))
+        return count / n_draws
+
     def calibrated(
         self,
         calibration: Calibration | PerOutputCalibration,

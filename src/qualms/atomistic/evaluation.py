@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from ase import Atoms
@@ -15,6 +15,7 @@ from ase import Atoms
 from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.delta import BaselinePotential
 from qualms.atomistic.fitted import Fitted
+from qualms.atomistic.kernel_rows import normalized
 from qualms.atomistic.labels import find_forces, find_stresses, labelled
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import Request, StructurePrediction
@@ -264,6 +265,55 @@ def _calibrated_quantity(model: AtomisticModel, quantity: str | None) -> str:
     if quantity not in names:
         raise unknown_choice("quantity", quantity, names)
     return quantity
+
+
+def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) -> list[str]:
+    """Return remarks about the evaluation of a model: what is left out, and extrapolation."""
+    missing = [
+        f"No structure has {key!r} that is not zero by symmetry: {name} is not evaluated."
+        for name, key in model.settings.keys.items()
+        if name not in evaluations
+    ]
+    doubts = [evaluation.doubt for evaluation in evaluations.values() if evaluation.doubt]
+    return [*next(iter(evaluations.values())).remarks(), *doubts, *missing]
+
+
+def notes_on(model: AtomisticModel) -> list[str]:
+    """Return sentences about predictions and calibrations of a model, for reports."""
+    share = f"Predictions have the share λ = {model.record.centre:.2f} of the ensemble mean; the "
+    note = "Calibrations were fitted to out-of-bag predictions of the training set."
+    return [f"{share}rest is the full model.", note]
+
+
+class Nearest(NamedTuple):
+    """The representatives that are most similar to each environment of a structure."""
+
+    centers: IntArray  #: (c,): atoms whose environments are used
+    structure: IntArray  #: (c, n): number of the training structure, as given to `fit`
+    atom: IntArray  #: (c, n): its atom
+    similarity: Float64Array  #: (c, n): normalised kernel, from 0 to 1, decreasing
+
+
+def nearest_environments(
+    model: AtomisticModel, frames: Iterable[Atoms], n: int = 3
+) -> list[Nearest]:
+    """Return the training environments that are most similar to those of each structure.
+
+    They are representatives: a model has no other environments of its training set.
+    """
+    basis, origins = model.fitted.basis, model.fitted.origins
+    of_representatives = basis.kernel.diag(basis.representatives)
+    nearest = []
+    for chunk in model.chunks(frames):
+        starts = chunk.batch.offsets
+        for centers, first, last in zip(chunk.centers, starts[:-1], starts[1:], strict=True):
+            X = chunk.batch.features[first:last]
+            K = basis.kernel(X, basis.representatives)
+            K = normalized(K, basis.kernel.diag(X), of_representatives)
+            best = np.argsort(-K, axis=1, kind="stable")[:, :n]
+            similarity = np.clip(np.take_along_axis(K, best, axis=1), 0, 1).astype(np.float64)
+            nearest.append(Nearest(centers, origins[best, 0], origins[best, 1], similarity))
+    return nearest
 
 
 def kernel_components(model: AtomisticModel, frames: Sequence[Atoms]) -> list[Float64Array]:

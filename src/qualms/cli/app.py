@@ -85,6 +85,13 @@ VERBS = {
         "qualms export model.safetensors --to ipi -o qualms_pes.py\n\n"
         "qualms export model.safetensors --to metatomic -o qualms.pt",
     ),
+    "serve": (
+        "Open a local page in the browser that predicts properties of structures, shows their "
+        "uncertainties, and explains them. Of predictions, or of a folder of reports, it shows what"
+        " `qualms report` writes.",
+        "qualms serve model.safetensors\n\n"
+        "qualms serve mace0.xyz mace1.xyz --target MACE_energy --reference REF_energy",
+    ),
     "info": ("Describe a model file.", "qualms info model.safetensors"),
     "demo": (
         "Train and evaluate a model on 3000 molecules of QM9, with figures.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -101,17 +101,6 @@ def evaluate(files: Files, quiet: Quiet = False, as_json: Json = False, **option
     terminal.result(*parts, *remarks, document=document)
 
 
-def remarks_about(model: AtomisticModel, evaluations: Mapping[str, Evaluation]) -> list[str]:
-    """Return remarks about the evaluation of a model: what is left out, and extrapolation."""
-    missing = [
-        f"No structure has {key!r} that is not zero by symmetry: {name} is not evaluated."
-        for name, key in model.settings.keys.items()
-        if name not in evaluations
-    ]
-    doubts = [evaluation.doubt for evaluation in evaluations.values() if evaluation.doubt]
-    return [*next(iter(evaluations.values())).remarks(), *doubts, *missing]
-
-
 class Evaluated(NamedTuple):
     """Evaluations by quantity, the main one first, with remarks about them.
 
@@ -201,9 +190,7 @@ def _evaluate_model(
             "elements that are not in the training set, or are zero by symmetry.",
             parameter="TEST",
         )
-    note = "Calibrations were fitted to out-of-bag predictions of the training set."
-    share = f"Predictions have the share λ = {loaded.record.centre:.2f} of the ensemble mean; the "
-    remarks = [f"{share}rest is the full model.", note, *remarks_about(loaded, evaluations)]
+    remarks = [*evaluation.notes_on(loaded), *evaluation.remarks_about(loaded, evaluations)]
     return Evaluated(loaded, evaluations, remarks, summarize(loaded.fitted))
 
 

@@ -119,7 +119,7 @@ def train(
 ) -> None:
     """Run ``qualms train``."""
     from qualms.atomistic.census import AUTO
-    from qualms.atomistic.evaluation import evaluate, find_references
+    from qualms.atomistic.evaluation import evaluate, find_references, remarks_about
     from qualms.atomistic.settings import parse_memory
     from qualms.atomistic.structures import (
         FrameFiles,
@@ -129,7 +129,6 @@ def train(
         readable,
         species_of,
     )
-    from qualms.cli.evaluate import remarks_about
     from qualms.io.files import check_not_input, check_output, written_together
     from qualms.progress import Stages
     from qualms.report.assessment import assess

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from qualms.report.tables import Table, interval_table, novelty_table, score_tab
 
 #: Scripts, styles and images of the page itself, and nothing from elsewhere. The viewer compiles
 #: some of its drawing functions at run time, which needs eval.
-_POLICY = (
+POLICY = (
     "default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; font-src data:; "
     "script-src 'unsafe-inline' 'unsafe-eval'; worker-src blob:; connect-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
@@ -154,6 +154,8 @@ class Report:
     remarks : sequence of str
         About points and structures that are left out, after those given.
     map : StructureMap or None
+    page : str
+        The HTML.
     paths : tuple of Path
         Files written.
     """
@@ -161,7 +163,8 @@ class Report:
     sections: Mapping[str, Section]
     remarks: Sequence[str]
     map: StructureMap | None
-    paths: tuple[Path, ...]
+    page: str
+    paths: tuple[Path, ...] = ()
 
 
 def check_report(path: AnyPath, *, force: bool = False) -> tuple[Path, Path]:
@@ -177,16 +180,8 @@ def write_report(
     path: AnyPath,
     evaluations: Mapping[str, Evaluation],
     *,
-    title: str = "",
-    facts: Mapping[str, str] | None = None,
-    remarks: Sequence[str] = (),
-    tables: Mapping[str, Table] | None = None,
-    pictures: Mapping[str, Picture] | None = None,
-    atom_values: AtomValues | None = None,
-    coordinates: Coordinates | None = None,
     force: bool = False,
-    max_structures: int = 1000,
-    seed: int = 0,
+    **content: Any,
 ) -> Report:
     """Write the evaluation of a model or of an ensemble to one HTML file.
 
@@ -202,6 +197,40 @@ def write_report(
     evaluations : mapping of str to Evaluation
         By quantity, the main one first, as from `qualms.atomistic.evaluation.evaluate`. Points with
         σ = 0 are left out, with a remark.
+    force : bool
+        Whether existing files may be replaced.
+    **content
+        Other parameters of `make_report`: title, facts, remarks, tables, …
+    """
+    page, map_path = check_report(path, force=force)
+    report = make_report(evaluations, **content)
+    with written_together():
+        with atomic_output(page, force=force) as file:
+            file.write(report.page.encode("utf-8", "backslashreplace"))  # names may not be text
+        if report.map is not None:
+            with atomic_output(map_path, force=force) as file:
+                file.write(report.map.compressed())
+    return replace(report, paths=(page,) if report.map is None else (page, map_path))
+
+
+def make_report(
+    evaluations: Mapping[str, Evaluation],
+    *,
+    title: str = "",
+    facts: Mapping[str, str] | None = None,
+    remarks: Sequence[str] = (),
+    tables: Mapping[str, Table] | None = None,
+    pictures: Mapping[str, Picture] | None = None,
+    atom_values: AtomValues | None = None,
+    coordinates: Coordinates | None = None,
+    max_structures: int = 1000,
+    seed: int = 0,
+) -> Report:
+    """Return the report that `write_report` writes.
+
+    Parameters
+    ----------
+    evaluations : mapping of str to Evaluation
     title : str
         By default the target.
     facts : mapping of str to str
@@ -218,14 +247,11 @@ def write_report(
     coordinates : callable, optional
         Takes indices of frames and returns two coordinates of each, (1, 2), or of all their atoms,
         (n_atoms, 2): the axes of the map.
-    force : bool
-        Whether existing files may be replaced.
     max_structures : int
         Most structures on the map; of more, it shows the worst and a random sample.
     seed : int
         Random seed for that sample and for the bootstrap.
     """
-    page, map_path = check_report(path, force=force)
     if not evaluations:
         message = "There is nothing to report: `evaluations` is empty."
         raise InputError(message, parameter="evaluations")
@@ -270,13 +296,7 @@ def write_report(
         map=shown,
         viewer=viewer,
     )
-    with written_together():
-        with atomic_output(page, force=force) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))  # names of files may not be text
-        if shown is not None:
-            with atomic_output(map_path, force=force) as file:
-                file.write(shown.compressed())
-    return Report(sections, notes, shown, (page,) if shown is None else (page, map_path))
+    return Report(sections, notes, shown, text)
 
 
 def _render(**content: Any) -> str:
@@ -297,7 +317,7 @@ def _render(**content: Any) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     style, script = ((here / f"report.{end}").read_text(encoding="utf-8") for end in ("css", "js"))
     return environment.get_template("template.html.j2").render(
-        **content, version=__version__, policy=_POLICY, css=style, js=script
+        **content, version=__version__, policy=POLICY, css=style, js=script
     )
 
 

@@ -15,14 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from ase.data import atomic_numbers
 from ase.data.colors import jmol_colors
 
 from qualms.arrays import Float64Array, IntArray, check_integer
-from qualms.evaluation import Evaluation
+from qualms.evaluation import Evaluation, energy_factor
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+    from qualms.atomistic.model import AtomisticModel
 
 #: With more atoms than these, the map shows structures instead.
 MAX_ENVIRONMENTS = 30_000
@@ -222,6 +227,45 @@ def make_map(
     numbers = {structure: i for i, structure in enumerate(shown.tolist())}
     scale = _element_scale(labels["element"]) if of_atoms else ()
     return StructureMap(data, " ".join(note), numbers, of_atoms, scale)
+
+
+def views_of_model(
+    model: AtomisticModel, frames: Sequence[Atoms], in_units: str | None = None
+) -> dict[str, Any]:
+    """Return what the map of a model shows beside its evaluation, as arguments of `make_map`.
+
+    The axes are kernel principal components. Atoms have their novelty and, unless they are what is
+    predicted, the uncertainties of their contributions and forces.
+
+    Parameters
+    ----------
+    model : AtomisticModel
+    frames : sequence of Atoms
+        Those of the evaluation.
+    in_units : str, optional
+        Units of energy, see `qualms.atomistic.evaluation.evaluate`.
+    """
+
+    def coordinates(indices: Sequence[int]) -> Sequence[Float64Array]:
+        from qualms.atomistic.evaluation import kernel_components
+
+        return kernel_components(model, [frames[i] for i in indices])
+
+    def atom_values(indices: Sequence[int]) -> Properties:
+        names = (NOVELTY, "σ of the contribution", "σ of the force")
+        energies = (model.settings.units, model.settings.units_of("forces"))
+        units = [(1.0, ""), *(energy_factor(name, in_units) for name in energies)]
+        has_forces = model.fitted.settings.has_forces
+        prediction = model.predict([frames[i] for i in indices], forces=has_forces, atoms=True)
+        columns = [prediction.atom_novelty, [part.std for part in prediction.atoms]]
+        columns += [prediction.force_std] if has_forces else []
+        return {
+            name: (np.concatenate(values) * factor, unit)
+            for name, (factor, unit), values in zip(names, units, columns, strict=False)
+        }
+
+    of_atoms = None if model.fitted.per_atom else atom_values
+    return {"coordinates": coordinates, "atom_values": of_atoms}
 
 
 def _chemiscope() -> Any:

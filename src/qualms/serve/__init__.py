@@ -1,0 +1,8 @@
+"""The local page of ``qualms serve``: models, predictions and reports in a browser.
+
+`app` answers requests, and has nothing to do with structures: `worker` is a process that reads
+uploads and calls the library, and may be killed at any time.
+"""
+
+#: Limits of an upload: bytes, also after decompression, and atoms of a structure and of all.
+LIMITS = {"bytes": 20_000_000, "atoms": 5000, "all_atoms": 50_000}
