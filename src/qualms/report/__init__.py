@@ -11,7 +11,7 @@ from qualms.report.figures import (
     line_style,
     style,
 )
-from qualms.report.report import Report, write_report
+from qualms.report.report import Report, make_report, write_report
 from qualms.report.tables import Table, interval_table, score_table
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "assess",
     "interval_table",
     "line_style",
+    "make_report",
     "score_table",
     "style",
     "write_report",
