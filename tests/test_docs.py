@@ -140,8 +140,9 @@ def workplace(files, tmp_path, monkeypatch):
     "page", [p for p in PAGES if any(b.language in ("python", "sh") for b in blocks(p))]
 )
 def test_code_blocks(page, workplace):
-    if page == "docs/pretrained.md" and importlib.util.find_spec("sevenn") is None:
-        pytest.skip("sevenn is not installed")
+    package = {"docs/pretrained.md": "sevenn", "docs/learning.md": "tblite"}.get(page)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
     namespace, printed, previous = {"__name__": "page"}, "", ""
     for block in blocks(page):
         if block.language == "python":

@@ -434,7 +434,7 @@ class _Loop:
             "e_value": test.e_value,
             "alarm": bool(test.alarm),
         }
-        if test.alarm and not any(before["alarm"] for before in state.records(number)):
+        if test.alarm:
             warn(
                 f"Errors of new labels are larger than σ says (e = {test.e_value:.3g}): the "
                 "calibration does not hold for what is explored, nor may the bound."
@@ -576,6 +576,8 @@ class _Loop:
         references = {e["round"]: e["scores"] for e in self.state.of("trained")}
         test = CalibrationTest(references[0])
         for i in range(number + 1):
+            # After an alarm, the model has learned what was wrong: a new test begins.
+            test = CalibrationTest(references[i]) if test.alarm else test
             test.renew(references[i])
             if labels := [atoms for atoms in bought if atoms.info[ROUND] == i]:
                 of = evaluation_of(labels, self.forces)

@@ -698,7 +698,7 @@ class LearningCurveDisplay(Display):
             np.transpose([self.labels, following]), np.transpose([now, self.after]), strict=True
         ):
             ax.plot(x, y, color=GUIDE, linewidth=0.8)
-        ax.plot([], [], color=GUIDE, linewidth=0.8, label="expected by the choice")
+        ax.plot([], [], color=GUIDE, linewidth=0.8, label="expected of a batch")
         for i, (label, values) in enumerate(self.curves.items()):
             look = line_style(i) | {"label": label} | kwargs
             if i == len(self.curves) - 1:
@@ -711,7 +711,7 @@ class LearningCurveDisplay(Display):
         set_log_scale(ax, "y", (low, high * (high / low) ** 0.4))  # room for the legend
         set_even_ticks(ax.xaxis)
         ax.set(xlabel="Labels", ylabel=axis_label("RMSE of forces", units=self.units))
-        ax.legend(loc="upper right", ncols=2)
+        ax.legend(loc="upper right", ncols=2, fontsize="small", columnspacing=1.0)
 
     def data_uri(self) -> str:
         """Return the figure as it stands in a page."""
