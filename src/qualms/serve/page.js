@@ -204,7 +204,7 @@ async function selectAtom(i) {
   for (const line of $("atoms-table").querySelectorAll("tr[data-atom]")) line.classList.toggle("selected", Number(line.dataset.atom) === i);
   place.hidden = i === null || Boolean(s.problem);
   if (place.hidden) return;
-  if (viewer) viewer.highlight(i);
+  if (viewer) drawOnce(() => viewer.highlight(i));
   const cells = atomCells(s, i), names = atomHeaders(s), near = make("p", { class: "note" }, "Looking for similar training environments …");
   const limits = isAtomic() && s.atoms.property[i] !== null && Object.entries(s.atoms_intervals)
     .map(([level, ends]) => row([`${level} %`, ends[i].map((end) => number(end, s.atoms.property_uncertainty[i])).join(" to ")]));
@@ -238,8 +238,17 @@ function newViewer(id, names) {
   sheet.replaceSync(".chsp-viewer-button, .chsp-cell-info { display: none; }");
   const { shadowRoot } = $(id).firstElementChild;
   shadowRoot.adoptedStyleSheets = [...shadowRoot.adoptedStyleSheets, sheet];
+  made._updateColorBar = () => {}; // each of its labels would draw everything again
   made.applySettings({ environments: { activated: false }, unitCell: true });
   return made;
+}
+
+// Draws once, after all changes.
+function drawOnce(work) {
+  const inner = viewer._viewer, { show } = inner;
+  inner.show = () => {};
+  try { work(); } finally { inner.show = show; }
+  inner.render();
 }
 
 function startViewer() {
@@ -274,14 +283,17 @@ function loadStructure() {
   const values = Object.fromEntries(Object.entries(drawn.names).map(([name, text]) => [text, s.atoms ? s.atoms[name] : s.symbols.map(() => null)]));
   const vectors = s.forces || s.symbols.map(() => [0, 0, 0]);
   structure.shapes = { forces: { kind: "arrow", parameters: { global: { baseRadius: 0.1, headRadius: 0.2, headLength: 0.3, color: 0xa31515 }, atom: vectors.map((f) => ({ vector: f.map((x) => x * drawn.arrow) })) } } };
-  viewer.load(structure, Object.keys(values).length ? values : undefined, { environments, trajectory: false, highlight: state.atom ?? undefined });
-  paint();
+  drawOnce(() => {
+    viewer.load(structure, Object.keys(values).length ? values : undefined, { environments, trajectory: false, highlight: state.atom ?? undefined });
+    paint();
+  });
 }
 
 function paint() {
   const name = drawn.names[state.color], range = drawn.range[state.color];
   const isColoured = name !== undefined && !selected().problem;
-  $("range").textContent = isColoured ? `${name}: ${brief(range[0])} (dark) to ${brief(range[1])} (bright).` : "";
+  $("bar").hidden = !isColoured;
+  if (isColoured) [$("bar-min").textContent, $("bar-max").textContent, $("bar-name").textContent] = [brief(range[0]), brief(range[1]), name];
   if (!viewer) return;
   const color = isColoured ? { property: name, palette: PALETTE, max: range[1], min: range[0] } : { property: "element" };
   viewer.applySettings({ shape: state.arrows && selected().forces ? "forces" : "", color });
@@ -506,7 +518,7 @@ function connect() {
   $("predict").addEventListener("click", () => choose(new File([$("paste").value], "pasted.xyz")));
   $("cancel").addEventListener("click", () => running && running.abort());
   $("frame").addEventListener("input", () => select(Number($("frame").value)));
-  $("color").addEventListener("change", () => { state.color = $("color").value; paint(); updateLink(); });
+  $("color").addEventListener("change", () => { state.color = $("color").value; if (viewer) drawOnce(paint); updateLink(); });
   $("arrows").addEventListener("change", () => { state.arrows = $("arrows").checked; loadStructure(); updateLink(); });
   for (const button of document.querySelectorAll("[data-format]")) button.addEventListener("click", () => download(button.dataset.format));
   for (const [text, numbers] of [["C8H10O", [0]], ["C7H6N2", [4]], ["C4H2FNO2", [13]], ["two isomers, C8H10O", [0, 9]]]) $("examples").append(make("button", { type: "button", class: "button", click: () => example(numbers) }, text));
