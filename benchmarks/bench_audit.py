@@ -26,7 +26,7 @@ from qualms.calibration.sequential import calibration_scores, structure_means
 from qualms.evaluation import Evaluation
 
 #: Audits; draws of synthetic errors, and of each real set.
-SIZES, N_DRAWS, N_REAL_DRAWS = (5, 10, 20, 40), 2000, 500
+SIZES, N_DRAWS, N_REAL_DRAWS = (5, 10, 40), 2000, 500
 #: Runs; frames at 300 K to train on and of all, of which so many are labelled before the change.
 N_RUNS, N_TRAIN, N_COLD, N_HOT, CHANGE, LATEST = 10, 50, 700, 100, 400, 60
 #: Ethanolamine, in Å.
