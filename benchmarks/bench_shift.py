@@ -327,36 +327,46 @@ def coverage(z: Any, std: Any) -> str:
 
 
 def assess(model: AtomisticModel, frames: Sequence[Atoms], *, forces: bool) -> list[Any]:
-    """Return numbers of structures, errors, coverages and the share of extrapolations."""
+    """Return numbers of structures, errors, coverages and shares of extrapolations."""
     predicted = model.predict(frames, forces=forces)
     target, per_atom = model.settings.target, np.ones(len(predicted.energy))
+    structure = np.arange(len(frames))
     if model.settings.kind == "atomic":
         places = model.target_atoms(frames)
         y = np.concatenate([a.arrays[target][i] for a, i in zip(frames, places, strict=True)])
+        structure = np.repeat(structure, [len(i) for i in places])
     else:
         y = np.array([atoms.info[target] for atoms in frames])
         per_atom = np.array([len(atoms) for atoms in frames])
     z = (predicted.energy.mean - y) / per_atom
     std = predicted.energy.std / per_atom
     likelihood = np.mean(gaussian_log_density(z, std))
-    row = [len(frames), f"{1e3 * np.sqrt(np.mean(z**2)):.3g}", coverage(z, std)]
-    row += [f"{likelihood:.2f}", "–"]
+    rmse = np.sqrt(np.mean(z**2))
+    row = [len(frames), f"{1e3 * rmse:.3g}", f"{rmse / np.sqrt(np.mean(std**2)):.2f}"]
+    row += [coverage(z, std), f"{likelihood:.2f}", "–"]
     if forces:
         of_forces = predicted.forces.mean - np.concatenate([a.arrays["forces"] for a in frames])
         row[-1] = coverage(of_forces, predicted.forces.std)
-    return [*row, f"{100 * np.mean(predicted.extrapolates):.0f} %"]
+    errors = np.sqrt(np.bincount(structure, z**2) / np.bincount(structure))
+    large = errors > 3 * model.record.quantities["energy"].rmse
+    flagged = (predicted.extrapolates[some] for some in (slice(None), large, ~large))
+    shares = (f"{100 * np.mean(of):.0f}" if len(of) else "–" for of in flagged)
+    return [*row, f"{100 * np.mean(large):.0f}", " / ".join(shares)]
 
 
 def scan_bonds(model: AtomisticModel, bonds: Sequence[Sequence[Atoms]]) -> list[Any]:
-    """Return how many scans have a σ that falls while the error grows, and coverages."""
-    predicted = model.predict([atoms for scan in bonds for atoms in scan]).energy
+    """Return how many scans have a σ that falls while the error grows, coverages, and flags."""
+    prediction = model.predict([atoms for scan in bonds for atoms in scan])
+    predicted, flags = prediction.energy, prediction.extrapolates
     y = np.array([atoms.info["energy"] for scan in bonds for atoms in scan])
     z, edges = predicted.mean - y, np.cumsum([len(scan) for scan in bonds])[:-1]
     parts = zip(np.split(z, edges), np.split(predicted.std, edges), strict=True)
     steady = 100 * np.mean([not falls(*part) for part in parts])
     last = np.append(edges, len(z)) - 1
     end = coverage(z[last], predicted.std[last])
-    return [len(bonds), f"{steady:.0f} %", coverage(z, predicted.std), end]
+    usual = ~flags[np.append(0, edges)]  # such as molecules that are not larger
+    flagged = f"{100 * np.mean(flags[last][usual]):.0f} % of {np.count_nonzero(usual)}"
+    return [len(bonds), f"{steady:.0f} %", coverage(z, predicted.std), end, flagged]
 
 
 def tables(names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -384,23 +394,26 @@ def tables(names: Sequence[str]) -> Iterator[dict[str, Any]]:
                 except ImportError as error:
                     missing.append(f"Bonds are left out: {error}.")
         print(f"{name}: {time.process_time() - start:.0f} s of one core", flush=True)
-    columns = ["training set", "test", "structures", "RMSE (meV/atom, 10⁻³ ppm)"]
-    columns += ["within σ / 1.96 σ (%)", "log likelihood", "forces", "extrapolations"]
+    columns = ["training set", "test", "structures", "RMSE (meV/atom, 10⁻³ ppm)", "RMSE/σ"]
+    columns += ["within σ / 1.96 σ (%)", "log likelihood", "forces", "large errors (%)"]
+    columns += ["flagged (%): all / large errors / others"]
     notes = [
         "The first test of a training set is of the same distribution (of ethanolamine, later "
         "frames of the same conformer). Energies are per atom, and forces are components. "
-        "Extrapolations are the structures that predictions flag."
+        "Large errors are structures whose error (of energies per atom) exceeds three times the "
+        "out-of-bag RMSE. Flagged are extrapolations."
     ]
     if rows:
         title = "Coverage where structures are unlike those of the training set"
         yield {"title": title, "columns": columns, "rows": rows, "notes": [*notes, *missing]}
     if of_bonds:
         columns = ["training set", "bonds", "σ does not fall", "within σ / 1.96 σ (%)"]
-        columns.append("at 1.8 times the length")
+        columns += ["at 1.8 times the length", "flagged there"]
         notes = [
             "Bonds of other random molecules are stretched to 1.8 times their lengths. σ falls "
             "if it is more than 10 % below its maximum at shorter lengths where the error is "
-            "larger than at all of these."
+            "larger than at all of these. Flagged: of those that are not flagged before they are "
+            "stretched, since most of these molecules are larger than those of the training set."
         ]
         title = "Bonds that are stretched"
         yield {"title": title, "columns": columns, "rows": of_bonds, "notes": notes}

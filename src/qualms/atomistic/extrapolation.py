@@ -79,10 +79,8 @@ def limits_of_share(
 
     Parameters
     ----------
-    measures : sequence of (n,) arrays
-        Of out-of-bag structures.
-    largest : (n,) array of bool, optional
-        Structures that are extrapolations, whatever their measures are.
+    measures, largest
+        As in `fit_limits`.
     share : float
     """
     columns = np.stack(measures)
