@@ -132,6 +132,7 @@ def run_qualms(
     *,
     forces: bool = True,
     threads: int = N_THREADS,
+    memory: str = MEMORY,
     **settings: Any,
 ) -> tuple[Measured, dict[str, Predicted]]:
     """Train on the first structures, with or without forces, and predict all test sets."""
@@ -146,7 +147,7 @@ def run_qualms(
     write(folder / "train.xyz", problem.train[:n_train])
     common, environment = ["--threads", str(threads), "--quiet", "--force"], on_cores(threads)
     train = [command, "train", folder / "train.xyz", "--config", config]
-    trained = measure([*train, "--memory", MEMORY, "-o", model, *common], env=environment)
+    trained = measure([*train, "--memory", memory, "-o", model, *common], env=environment)
     found = {}
     for name, frames in problem.tests.items():
         write(folder / "test.xyz", frames)

@@ -436,6 +436,19 @@ def test_effort_memory_and_data_limit_the_number_of_representatives(molecules, m
         chosen(n_representatives=3000, memory=0.9 * memory)
 
 
+def test_models_whose_predictions_do_not_depend_on_their_number_have_more(alloys, monkeypatch):
+    set_constant(monkeypatch, "_MOST", {"default": 20})
+    numbers = {}
+    for exponent in (2, 3):
+        for forces in (None, "force"):
+            given = {"target": "energy", "forces": forces, "basis": "environments"}
+            given["representation"] = {"preset": "inorganic", "exponent": exponent}
+            problem = problem_of(alloys, make_settings(given))
+            assert problem.size_limit == "effort"
+            numbers[exponent, forces] = problem.n_representatives
+    assert numbers == {(2, None): 20, (2, "force"): 40, (3, None): 20, (3, "force"): 20}
+
+
 # --- memory, progress, threads ---
 
 

@@ -212,7 +212,8 @@ class Settings(BaseModel):
     effort: Literal["fast", "default", "best"] = _model(
         "default",
         '{"fast", "default", "best"}',
-        "Limits a number of representatives that is chosen: at most 1000, 3000 or 10,000, and five "
+        "Limits a number of representatives that is chosen: at most 1000, 3000 or 10,000 (twice as "
+        "many for forces with kernels of ζ = 2, whose predictions take the same time), and five "
         "per label, within ``memory``. The number is halved while that raises the out-of-bag error "
         "by less than 5 %, or not at all if the effort is ``best``.",
     )

@@ -121,6 +121,8 @@ _POSTERIOR_STREAM, _BLOCK_STREAM, _LIMIT_STREAM = 4, 7, 10
 #: Most representatives that are chosen, by effort, and for each label: on 300 molecules of QM9 1500
 #: and 3000 differ by 0.5 %.
 _MOST, PER_LABEL = {"fast": 1000, "default": 3000, "best": 10_000}, 5
+#: Factor of the most representatives of models whose predictions take a time independent of them.
+_MORE_OF_SQUARES = 2
 #: Labels all of which are the basis, if labels are; products of two features, two scales of 192,
 #: with which labels are it by default: more take much memory and time, and hardly lower errors.
 _FEW_LABELS, _MOST_PRODUCTS = 1000, 75_000
@@ -296,7 +298,8 @@ def _with_baseline(
 
 def _largest_size(settings: Settings, data: TrainingSet, memory: float) -> tuple[int, str]:
     """Return the number of representatives that effort, labels and memory allow, and the limit."""
-    limits = {"effort": _MOST[settings.effort]}
+    is_square = settings.learns_forces and settings.features.is_square
+    limits = {"effort": _MOST[settings.effort] * (_MORE_OF_SQUARES if is_square else 1)}
     if settings.basis == "labels":
         # With half of the labels of azobenzene errors are 3 % larger than with all.
         limits["the number of labels"] = max(data.n_rows // 2, min(data.n_rows, _FEW_LABELS))
