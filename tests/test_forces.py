@@ -542,9 +542,11 @@ def test_labels_span_models_of_squares_with_derivatives():
         (3, {"compression": None, "n_radial": 12, "l_max": 9}, "environments"),  # 3000 features
     ],
 )
-def test_few_labels_are_the_basis_by_default(n, changes, basis):
+def test_few_labels_are_the_basis_by_default(n, changes, basis, monkeypatch):
     given = {"target": "energy", "forces": "force", "representation": METAL | changes}
     assert problem_of(alloys()[:n], make_settings(given)).settings.basis == basis
+    set_constant(monkeypatch, "_MOST", {"default": 9})  # 18 of squares: of at most 36 labels
+    assert problem_of(alloys()[:n], make_settings(given)).settings.basis == "environments"
 
 
 def test_labels_of_some_atoms_stresses_alone_and_forces_that_vanish():

@@ -222,7 +222,7 @@ class Settings(BaseModel):
         '{"auto", "environments", "labels"}',
         "Functions that span a model with forces: kernels with environments, or with labels "
         "(energies, and random combinations of the forces and virials of a structure), which need "
-        "kernels of ζ = 2 and are more accurate, if labels are few: up to 200 structures or so.",
+        "kernels of ζ = 2 and are more accurate, if labels are few: up to 100 structures or so.",
     )
     selection: Literal["fps", "cur", "random"] = _model(
         "fps", '{"fps", "cur", "random"}', "Method that selects representative environments."
