@@ -358,6 +358,73 @@ def test_frames_apart(energy_model, molecules):
         select(energy_model, molecules[100:120], 7, min_gap=5)
 
 
+def test_until(energy_model, molecules):
+    pool = molecules[100:160]
+    many = select(energy_model, pool, 30)
+    limit = many.std[12:14].mean()
+    assert many.std[12] > limit > many.std[13]
+    selection = select(energy_model, pool, until=limit)
+    assert selection.indices.tolist() == many.indices[:13].tolist()
+    at_random = select(energy_model, pool, until=limit, strategy="random")
+    assert len(at_random.indices) > 13
+    with pytest.warns(QualmsWarning, match="is not reached"):
+        assert len(select(energy_model, pool, 4, until=limit, strategy="random").indices) == 4
+    assert len(select(energy_model, pool, 4, until=1e3).indices) == 0
+    with pytest.warns(QualmsWarning, match="is not reached"):
+        select(energy_model, pool, until=limit, min_gap=40)
+
+
+def test_costs_floors_and_groups(energy_model, molecules, tmp_path):
+    pool = copies(molecules[100:160])
+    sizes = np.array([len(atoms) for atoms in pool])
+    variance = (energy_model.predict(pool).std / sizes) ** 2
+    by_power = select(energy_model, pool, 8, cost="atoms^3")
+    assert by_power.indices[0] == np.argmax(variance / sizes**3.0)
+    for atoms, size in zip(pool, sizes, strict=True):
+        atoms.info |= {"hours": size**3.0, "family": f"of {size}"}
+    for cost in ("hours", sizes**3.0):
+        again = select(energy_model, pool, 8, cost=cost)
+        assert again.indices.tolist() == by_power.indices.tolist()
+    order = np.argsort(variance)
+    rare = [i for i in order if 8 in pool[i].numbers][:3]
+    few = [pool[i] for i in (*rare, *(j for j in order if 8 not in pool[j].numbers))]
+    for k, least in ((0, 0), (2, 2), (5, 3)):
+        floor = select(energy_model, few, 5, per_element=k)
+        assert sum(8 in atoms.numbers for atoms in floor.frames) == least
+    assert "contains O" in " ".join(floor.reasons)
+    for groups in ("family", sizes.tolist()):
+        of_groups = select(energy_model, pool, 5, groups=groups)
+        assert len({len(atoms) for atoms in of_groups.frames}) == 5
+    # Structures of a file are read when they are needed.
+    ase.io.write(tmp_path / "pool.xyz", pool)
+    read = select(energy_model, tmp_path / "pool.xyz", 8, cost="hours")
+    assert read.indices.tolist() == by_power.indices.tolist()
+    with pytest.warns(QualmsWarning, match="one of each group"):
+        select(energy_model, pool, 60, groups="family")
+
+
+def test_farthest(molecules, energy_model):
+    """As the textbook loop chooses, with a model or without."""
+    pool, old = molecules[40:120], molecules[:40]
+    for model, labelled in ((None, old), (None, []), (energy_model, old)):
+        selection = select(model, pool, 10, strategy="farthest", labelled=labelled)
+        if model is None:
+            assert selection.curve is None
+            assert np.all(np.isnan(selection.std))
+            assert np.all(np.diff(selection.gain[labelled == [] :]) <= 0)
+            continue
+        rows = read_rows(model, enumerate([*old, *pool]), forces=False)
+        X = rows.features.astype(float)
+        d = np.linalg.norm(X[40:, None] - X[None, :40], axis=2).min(axis=1)
+        for i in selection.indices:
+            assert i == np.argmax(d)
+            d = np.minimum(d, np.linalg.norm(X[40:] - X[40 + i], axis=1))
+        assert len(selection.curve) == 11
+    # Labelled structures of other elements are far from all.
+    other = [Atoms("Cu2", [[0, 0, 0], [0, 0, 2.5]])]
+    assert len(select(None, pool, 3, strategy="farthest", labelled=other).indices) == 3
+
+
 def test_bad_input(energy_model, shift_model, molecules):
     for options, parameter in (
         ({"n": 0}, "n"),
@@ -378,6 +445,21 @@ def test_bad_input(energy_model, shift_model, molecules):
         ({"labelled": [1]}, "labelled"),
         ({"strategy": "target", "targets": 3}, "targets"),
         ({"model": shift_model}, "model"),
+        ({"model": None}, "model"),
+        ({"model": None, "strategy": "random", "until": 0.1}, "until"),
+        ({"model": None, "strategy": "farthest", "max_std": 0.1}, "max_std"),
+        ({"model": None, "strategy": "farthest", "representation": "x"}, "representation"),
+        ({"representation": "organic"}, "representation"),
+        ({"n": None}, "n"),
+        ({"until": 0}, "until"),
+        ({"strategy": "random", "cost": "atoms"}, "cost"),
+        ({"cost": "hours"}, "cost"),
+        ({"cost": [1.0] * 9 + [0.0]}, "cost"),
+        ({"cost": [1.0]}, "cost"),
+        ({"groups": ["a"]}, "groups"),
+        ({"groups": "family"}, "groups"),
+        ({"per_element": -1}, "per_element"),
+        ({"max_std": 1e-9}, "max_std"),
     ):
         given = {"model": energy_model, "pool": molecules[100:110], "n": 2} | options
         with rejects(parameter):

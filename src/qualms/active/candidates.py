@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ from qualms.atomistic.settings import make_settings, with_representation
 from qualms.atomistic.structures import (
     check_structures,
     fingerprints,
-    species_of,
     symbols_of,
 )
 from qualms.errors import InputError
@@ -109,7 +109,11 @@ def read_candidates(
     none = np.empty((0, 1), dtype=np.float32)
     rows, of_labelled, features = None, none, none
     if model is None:
-        features, of_labelled = _by_representation(usable(), labelled, representation)
+        species = {z for _, atoms in usable() for z in atoms.numbers.tolist()}
+        if numbers:
+            features, of_labelled = _by_representation(
+                frames, numbers, sorted(species), labelled, representation
+            )
     else:
         rows = read_rows(model, usable(), forces=forces)
         if rows is not None:
@@ -233,28 +237,32 @@ def _group(i: int, atoms: Atoms, groups: str | Sequence[object] | None) -> objec
 
 
 def _by_representation(
-    structures: Iterable[tuple[int, Atoms]], labelled: Sequence[Atoms], representation: Any
+    frames: Sequence[Atoms],
+    numbers: Sequence[int],
+    species: Sequence[int],
+    labelled: Sequence[Atoms],
+    representation: Any,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the features (N, d) of structures and of labelled ones, by a representation."""
+    """Return features (N, d) of structures with these numbers, and elements, and of labelled ones.
+
+    Labelled structures of other elements are unlike all of them.
+    """
     given = {} if representation is None else {"representation": representation}
     settings = make_settings({"target": "energy", **given})
-    frames = [atoms for _, atoms in structures]
     known = [atoms for atoms in labelled if not not_predicted(atoms, None)]
-    if not frames:
-        return np.empty((0, 1), dtype=np.float32), np.empty((0, 1), dtype=np.float32)
-    species = species_of([*frames, *known])
-    periodic = bool(np.mean([atoms.pbc.any() for atoms in frames]) > 0.5)
+    known = [atoms for atoms in known if {*atoms.numbers.tolist()} <= {*species}]
+    some = np.random.default_rng(0).permutation(len(numbers))[:_SAMPLE]
+    sample = [frames[numbers[i]] for i in np.sort(some)]
+    periodic = bool(np.mean([atoms.pbc.any() for atoms in sample]) > 0.5)
     features = with_representation(settings, species, periodic=periodic)[0].features
-
-    def sample() -> tuple[Sequence[Atoms], Sequence[IntArray]]:
-        both = [*known, *frames]
-        order = np.random.default_rng(0).permutation(len(both))[:_SAMPLE]
-        some = [both[i] for i in order]
-        return some, [np.arange(len(atoms)) for atoms in some]
-
-    fitted = features.fit(species, Problem(len(frames), False), sample)
-    both = ((atoms, np.arange(len(atoms))) for atoms in (*known, *frames))
-    means = _means(stream_features(fitted, both), fitted.n_features)
+    fitted = features.fit(
+        species,
+        Problem(len(numbers), False),
+        lambda: (sample, [np.arange(len(atoms)) for atoms in sample]),
+    )
+    both = chain(known, (frames[i] for i in numbers))
+    pairs = ((atoms, np.arange(len(atoms))) for atoms in both)
+    means = _means(stream_features(fitted, pairs), fitted.n_features)
     return means[len(known) :], means[: len(known)]
 
 

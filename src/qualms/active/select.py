@@ -16,7 +16,6 @@ the posterior does: of two choices it says which is better, not quite what the e
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -181,8 +180,8 @@ def select(
     state = None if model is None else _State(model, candidates, known, aims, forces=forces)
     distances = _Distances(candidates.features, of_labelled)
     order = np.random.default_rng(seed).permutation(len(candidates.numbers)) + 1.0
-    counts: Counter[int] = Counter()
-    needed = {z: floor for of_one in candidates.elements for z in of_one}
+    elements = sorted(frozenset().union(*candidates.elements))
+    contains = np.array([[z in each for z in elements] for each in candidates.elements])
     available: BoolArray = np.ones(len(order), dtype=bool)
     chosen: list[int] = []
     picks: list[tuple[float, float, str]] = []
@@ -194,18 +193,19 @@ def select(
                 scores = order if strategy == "random" else distances.squares
             else:
                 scores = state.gains if strategy == "target" else state.variances
-            lacking = {z for z in needed if counts[z] < needed[z]}
-            of_them = np.array([bool(lacking & e) for e in candidates.elements]) & available
-            some = of_them if of_them.any() else available
+            some, remark = available, ""
+            supply = contains[available].sum(axis=0)
+            lacking = np.flatnonzero((contains[chosen].sum(axis=0) < floor) & (supply > 0))
+            if len(lacking):  # the rarest first: it may be all that is left of it
+                rarest = lacking[supply[lacking].argmin()]
+                some = available & contains[:, rarest]
+                remark = f"; contains {symbols_of([elements[rarest]])}"
             scores = np.where(some, scores / candidates.costs, -np.inf)
             # Of equal ones, such as rotated copies, the first: rounding does not decide.
             best = int(np.argmax(scores >= (1 - _TIE) * scores.max()))
             std = float(state.stds[best]) if state else np.nan
-            reason = _reason(strategy, candidates, distances, std, best)
-            if of_them.any():
-                reason += f"; contains {symbols_of(sorted(lacking & candidates.elements[best]))}"
+            reason = _reason(strategy, candidates, distances, std, best) + remark
             gain = float(np.sqrt(distances.squares[best]))
-            counts.update(candidates.elements[best])
             available &= np.abs(candidates.numbers - candidates.numbers[best]) > gap
             if groups is not None:
                 mine = candidates.groups[best]
@@ -220,9 +220,10 @@ def select(
         apart = f", {gap} frames apart" if gap else ""
         apart += ", one of each group" if groups is not None else ""
         warn(f"Only {counted(len(chosen), 'structure')} of {n} can be chosen{apart}.")
-    if until is not None and state and np.any(state.stds[available] > until):
-        largest = float(state.stds[available].max())
-        warn(f"`until={until:g}` is not reached: an expected error of {largest:.3g} is left.")
+    if until is not None and state and len(chosen) < len(order):
+        largest = float(np.delete(state.stds, chosen).max())
+        if largest > until:
+            warn(f"`until={until:g}` is not reached: an expected error of {largest:.3g} is left.")
     indices = candidates.numbers[chosen]
     return Selection(
         [frames[int(i)] for i in indices],
