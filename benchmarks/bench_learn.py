@@ -128,14 +128,22 @@ def loop(folder: Path, seed: int, strategy: str) -> dict[str, Any]:
             "label": {"calculator": "tblite:GFN2-xTB"},
         }
     )
-    curve, records, seconds, before = [], [], 0.0, time.process_time()
+    partial = folder / f"{strategy}-{seed}-rounds.json"  # of a run that was interrupted
+    rounds = json.loads(partial.read_text()) if partial.exists() else []
+    before = time.process_time()
     for round_ in learn(settings):
-        seconds += time.process_time() - before
-        curve.append((round_.record["labels"], rmse(round_.model, test)))
-        records.append(round_.record)
-        print(strategy, seed, curve[-1], round_.record, flush=True)
+        seconds, n = time.process_time() - before, round_.number
+        of = {"labels": round_.record["labels"], "rmse": rmse(round_.model, test)}
+        rounds[n:] = [of | {"seconds": seconds, "record": round_.record}]
+        partial.write_text(json.dumps(rounds))
+        print(strategy, seed, of, round_.record, flush=True)
         before = time.process_time()
-    result = {"curve": curve, "records": records, "seconds": seconds, "end": round_.end}
+    result = {
+        "curve": [[of["labels"], of["rmse"]] for of in rounds],
+        "records": [of["record"] for of in rounds],
+        "seconds": sum(of["seconds"] for of in rounds),
+        "end": round_.end,
+    }
     if strategy == "variance":
         result["bound"] = stays_bound(round_.model)
     found.write_text(json.dumps(result))

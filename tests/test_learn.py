@@ -503,6 +503,30 @@ def test_bad_input(entries, changes, parameter, tmp_path, monkeypatch, alloys):
     assert not data(entries)
 
 
+def test_limits_below_the_noise(entries):
+    entries = with_(entries, budget=3, batch=3, watch={"forces": 1e-6, "upper": 1e9})
+    entries["explore"] = {**EXPLORE, "walkers": 1}
+    with pytest.warns(QualmsWarning, match="noise"):
+        rounds = list(learn(make_learn_settings(entries)))
+    assert all("learn_beyond" in atoms.info for atoms in rounds[0].explored)
+
+
+def test_walkers_go_back(entries):
+    """A limit that is exceeded soon stops walkers, which begin again where they were trusted."""
+    entries = with_(entries, budget=3, batch=3, watch={"energy": "0.3 rmse", "upper": 1.0})
+    first = run(entries)[0]
+    assert first.record["stops"] == len(first.stops) > 0
+    assert first.record["unstopped"] < first.record["picoseconds"]
+    limit = 0.3 * first.model.record.quantities["energy"].rmse
+    for atoms in first.explored:
+        assert first.model.predict(atoms.copy()).std / len(atoms) <= limit
+    for atoms in first.stops:
+        assert "beyond the limit" in atoms.info["learn_beyond"]
+    watch = {"energy": "0.001 rmse", "upper": 1.0}
+    (only,) = run(with_(entries, watch=watch, directory=entries["directory"] + "2"))
+    assert "where they start" in only.end
+
+
 def test_two_loops_in_one_directory(entries):
     with ThreadPoolExecutor(1):
         first = learn(make_learn_settings(with_(entries, budget=6)))

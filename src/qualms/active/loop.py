@@ -39,6 +39,7 @@ from qualms.active.candidates import clash
 from qualms.active.exploration import (
     BEYOND,
     STD,
+    TIME,
     Explored,
     bare,
     check_start,
@@ -123,6 +124,7 @@ class Round:
         Numbers of this round and of those before, as they are in the events.
     end : str
         Why the loop ends; an empty text if it goes on.
+    target_error : float
     """
 
     number: int
@@ -423,7 +425,10 @@ class _Loop:
         if not end:
             chosen = self._choose(number, model, frames, stops, bought, record, attempts)
             record["next"] = self._next(number, record, chosen)
-            if not chosen:
+            if not chosen and stops and self._has_walkers:
+                reason = stops[0].info[BEYOND]
+                end = f"Walkers do not get away from where they start: {reason}"
+            elif not chosen:
                 end = "There is nothing left to choose from."
             with self._timed("label"):
                 self._buy(number, chosen)
@@ -499,6 +504,16 @@ class _Loop:
     ) -> list[Explored]:
         """Return what each walker, or another source, came to in a round."""
         s, explored = self.settings, []
+        watch = s.watch.watch("raise")
+        watch.bind(model)
+        # Of the length of a vector, as the limit is.
+        noise = float(np.sqrt(3) * model.record.quantities["forces"].noise)
+        if watch.limits.get("forces", np.inf) < noise:
+            warn(
+                f"The limit of `watch.forces`, {watch.limits['forces']:.3g} eV/Å, is below the "
+                f"noise of the labels as the model sees it, {noise:.3g}: all structures will be "
+                "beyond it."
+            )
         seed = [s.seed, 2, number]
         walkers = self._walkers(number)
         for i in range(max(len(walkers), 1)):
@@ -552,6 +567,7 @@ class _Loop:
             "explored": len(frames),
             "picoseconds": round(sum(part.picoseconds for part in explored), 6),
             "stops": len(stops),
+            "unstopped": round(sum(map(_unstopped, explored)), 6),
         }
 
     def _about(self, number: int, bought: Sequence[Atoms]) -> dict[str, Any]:
@@ -618,7 +634,9 @@ class _Loop:
             line += f", at most {record['bound']:.3g} (95 %)"
         line += f", target {record['target']:g}"
         if record["picoseconds"]:
-            line += f"; {record['picoseconds']:.3g} ps, {counted(record['stops'], 'stop')}"
+            line += f"; {record['unstopped']:.3g} ps without a stop"
+            if record["stops"]:
+                line += f" of {record['picoseconds']:.3g}, {counted(record['stops'], 'stop')}"
         times = [f"{name} {value:.0f} s" for name, value in self.seconds.items()]
         return line + (f"; {', '.join(times)}" if times else "")
 
@@ -666,6 +684,8 @@ class _Loop:
             # Where walkers stop at once, these are all that there is.
             if len(pool) < n - len(audit) and self._has_walkers:
                 pool += [atoms for atoms in stops if not clash(atoms)]
+            known = [*self.start, *bought, *audit]
+            pool = [*_new(iter(pool), set(fingerprints(known)))]
             n_selected = min(n - len(audit), len(pool))
             selected: list[Atoms] = []
             if n_selected > 0:
@@ -675,7 +695,7 @@ class _Loop:
                     n_selected,
                     strategy=s.choose.strategy,
                     targets=frames if s.choose.strategy == "target" else None,
-                    labelled=[*self.start, *bought, *audit],
+                    labelled=known,
                     max_novelty=s.choose.max_novelty,
                     seed=s.seed,
                 )
@@ -883,6 +903,13 @@ def evaluation_of(labels: Sequence[Atoms], forces: str) -> Evaluation:
 def _rms(values: Float64Array, structure: IntArray) -> Float64Array:
     """Return the root mean square of each structure."""
     return np.asarray(np.sqrt(structure_means(np.square(values), structure)))
+
+
+def _unstopped(explored: Explored) -> float:
+    """Return the time in ps of a walker since it was stopped for the last time."""
+    return explored.picoseconds - max(
+        (a.info[TIME] for a in explored.stops if TIME in a.info), default=0.0
+    )
 
 
 def _is_same(one: Atoms, other: Atoms) -> bool:

@@ -125,7 +125,7 @@ class Limits(_Entries):
     novelty: float | None = _entry(None, "float, optional", "Limit of the novelty of an atom.")
     extrapolation: bool = _entry(False, "bool", "Extrapolations are beyond the limits.")
     upper: float = _entry(
-        3.0,
+        5.0,
         "float",
         "A structure beyond so many times a limit is unphysical: it is not labelled, and the "
         "walker goes back to its last trusted structure.",
