@@ -46,6 +46,8 @@ from qualms.gp.sparse_gp import cholesky, cholesky_whiten, whiten
 _STEP = 3e-4
 #: Novel environments of a pool that are further representatives, at most.
 _N_NOVEL = 500
+#: Environments from which these are taken, at most; structures whose kernel is computed at once.
+_N_FROM, _BLOCK = 20_000, 200
 #: Prior variance of representatives, relative to the largest, that is rounding.
 _RTOL = 1e-10
 
@@ -57,8 +59,9 @@ class Rows(NamedTuple):
     variance: Float64Array  #: (N,): σ² of the same
     novelty: Float64Array  #: (N,): largest of the environments, in units of the limit
     features: FloatArray  #: (N, d): means over environments
-    #: (2 or 1, n, d): features of the environments of each, if some are novel; otherwise n = 0
-    novel: list[Float64Array]
+    #: (1 or 2, n, d): features of the environments of each, and perhaps by how much they differ for
+    #: the displaced structure; n = 0 if none is novel
+    novel: list[FloatArray]
     factors: Float64Array  #: (N, 2) or (N, 1): the row, as a combination of energies per atom
 
 
@@ -100,13 +103,17 @@ class Posterior:
         """
         M, k = len(self.whitening), len(self.whitening_of_novel)
         beyond = np.zeros((len(structures.kernel), k))
-        some = [i for i, x in enumerate(structures.novel) if k and x.shape[1]]
-        for side in range(structures.factors.shape[1] if some else 0):
-            x = [structures.novel[i][side] for i in some]
-            sizes = [len(each) for each in x]
-            K = self._basis(self.representatives).rows(np.concatenate(x), offsets_of(sizes))
-            K *= (structures.factors[some, side] * sizes)[:, None]  # means over environments
-            beyond[some] += K[:, M:] - K[:, :M] @ self.of_novel
+        some = np.array([i for i, x in enumerate(structures.novel) if k and x.shape[1]], dtype=int)
+        basis = self._basis(self.representatives)
+        for part in np.array_split(some, -(-len(some) // _BLOCK) or 1):  # of limited memory
+            if not len(part):
+                continue
+            sizes = [structures.novel[i].shape[1] for i in part]
+            x = np.concatenate([structures.novel[i] for i in part], axis=1).astype(np.float64)
+            for side in range(len(x)):
+                K = basis.rows(x[: side + 1].sum(axis=0), offsets_of(sizes))
+                K *= (structures.factors[part, side] * sizes)[:, None]  # means over environments
+                beyond[part] += K[:, M:] - K[:, :M] @ self.of_novel
         return self._rows(structures.kernel[:, self.columns], beyond)
 
     def calibrated_rows(self, structures: Rows) -> tuple[Float64Array, Float64Array]:
@@ -181,7 +188,11 @@ def make_posterior(model: AtomisticModel, labelled: Sequence[Atoms], structures:
     if not novel:
         none = np.empty((0, 0))
         return Posterior(model, X, columns, L, P, s2, np.empty((len(X), 0)), none)
-    environments = np.concatenate([X, *novel])
+    environments = np.concatenate(novel)
+    if len(environments) > _N_FROM:
+        some = np.random.default_rng(0).permutation(len(environments))[:_N_FROM]
+        environments = environments[np.sort(some)]
+    environments = np.concatenate([X, environments])
     n = min(len(environments), len(X) + _N_NOVEL)
     further = environments[farthest_points(environments, n, n_first=len(X)).indices[len(X) :]]
     K_Mk = _kernel(fitted, X, further)
@@ -274,7 +285,8 @@ def read_rows(
 
     ids, frames = tee(images())
     request, columns = Request(rows=True, learned=True), []
-    novel: list[list[Float64Array]] = []
+    novel: list[list[FloatArray]] = []
+    base: FloatArray = np.empty((0, 0))
     means, last = [], 0
     first = next(frames, None)
     if first is None:
@@ -293,7 +305,8 @@ def read_rows(
                 means.append(x.mean(axis=0).astype(np.float32))
                 novel.append([])
                 last = len(x) if is_novel else 0
-            novel[-1].append(x[:last].astype(np.float64, copy=False))
+            base = x[:last] - base if novel[-1] else x[:last]
+            novel[-1].append(base.astype(np.float32))
     K, members, std, novelty, sizes = (np.concatenate(c) for c in zip(*columns, strict=True))
     stacked = [np.stack(each) for each in novel]
     if not forces:
