@@ -11,7 +11,7 @@ NUMERICAL := $(wildcard $(patsubst %,tests/test_%.py,kernels representatives spa
 # Numerical, file and command-line tests, for other versions of the dependencies.
 SMALL_SET := $(patsubst %,tests/test_%.py,kernels sparse_gp noise ensemble regressors features forces model_file io cli)
 
-.PHONY: help demo demo-docs test test-lowest test-newest versions test-learned test-mace test-engines test-slow fuzz test-processors check docs dist bench format lock clean
+.PHONY: help demo serve demo-docs test test-lowest test-newest versions test-learned test-mace test-engines test-slow fuzz test-processors check docs dist bench format lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,6 +29,10 @@ $(VENV)/.%: $(VENV)/.base
 
 demo: $(VENV)/.base ## train, calibrate and evaluate a model on 2000 molecules of QM9
 	$(BIN)/qualms demo --force
+	@echo 'make serve does so.'
+
+serve: $(VENV)/.serve $(VENV)/.report ## open the model of `make demo` in a page of the browser
+	$(BIN)/qualms serve qualms-demo/model.safetensors
 
 demo-docs: $(VENV)/.base ## the same for the documentation, which shows its output and figures
 	COLUMNS=140 $(BIN)/qualms demo --force --quiet | sed 's/ *$$//' > docs/_static/demo.txt

@@ -27,7 +27,7 @@ from qualms.data import qm9
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 #: Commands that take longer than a test may: only their arguments are parsed.
-LONG = {"demo"}
+LONG = {"demo", "serve"}
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?")
 #: Output and files of commands that several pages run on the same input.
 CACHE = {}

@@ -1,5 +1,6 @@
 """The page of `qualms serve`: its answers, who may ask, and what hostile uploads can do."""
 
+import asyncio
 import bz2
 import gzip
 import http.client
@@ -73,8 +74,11 @@ class Served:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self):
+        """End it, and with it all of its processes."""
+        processes = self.processes()
         self.process.terminate()
         self.process.communicate(timeout=PATIENCE)
+        assert psutil.wait_procs(processes, timeout=PATIENCE)[1] == []
 
 
 @pytest.fixture(scope="module")
@@ -498,6 +502,32 @@ def test_a_long_prediction_blocks_no_other_and_can_be_cancelled(served, folder):
         time.sleep(0.1)
     assert short < 30  # 3 s on a machine with nothing else to do
     assert predict(served, folder, "dimers")["structures"]
+
+
+def test_reading_takes_limited_time(folder, tmp_path, monkeypatch):
+    """A process that reads for too long is killed; another answers the next request."""
+    from qualms.serve import app
+
+    async def ask(pool, content):
+        task = {"task": "predict", "format": "json", "name": "a.xyz", "model": "energy"}
+        return [event async for event in pool.run(task, content)]
+
+    async def ask_twice():
+        pool = app.Pool(app.Files(models={"energy": folder / "energy.safetensors"}), tmp_path)
+        pool.fill()
+        await pool.ready()
+        monkeypatch.setattr(app, "READING_TIME", 0.4)
+        try:
+            with pytest.raises(app.WorkerError) as error:
+                await ask(pool, b"1\nkey=value\nC 0 0 0\n" * 50_001)
+            monkeypatch.setattr(app, "READING_TIME", PATIENCE)
+            return error.value.kind, (await ask(pool, _xyz(molecule("CH4"))))[-1][0]
+        finally:
+            await pool.close()
+
+    kind, event = asyncio.run(ask_twice())
+    assert (kind, event["event"]) == ("limit", "result")
+    assert [*tmp_path.iterdir()] == []
 
 
 # --- reports, errors, and the library ---

@@ -79,6 +79,7 @@ def demo(
         f"Prediction for a test molecule, {test[0].symbols.get_chemical_formula()}: "
         f"{prediction.mean[0]:.4f} ± {prediction.std[0]:.4f} {units} (reference {y[0]:.4f})",
         f"Model and figures are in {output}/. Time: {time.perf_counter() - started:.0f} s.",
+        f"To open the model in a page of the browser: qualms serve {model_file}",
         document={
             **summary_document(model),
             "scores": score_records(evaluation.scores),

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -148,11 +148,12 @@ class Worker:
             if waiting is not None:
                 waiting.cancel()
 
-    def kill(self) -> None:
+    async def kill(self) -> None:
         """End the process and remove its files."""
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
+            await self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -175,9 +176,7 @@ class Pool:
         if self._idle or self._starting or len(self._all) >= MAX_WORKERS:
             return
         self._starting += 1
-        task = asyncio.create_task(self._start())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._do(self._start())
 
     async def _start(self) -> None:
         self._number += 1
@@ -185,18 +184,26 @@ class Pool:
         self._all.add(worker)
         try:
             self.models = await worker.start(self.files)
-            self._idle.append(worker)
+            if worker in self._all:
+                self._idle.append(worker)
+            else:  # closed in the meantime
+                await worker.kill()
         except WorkerError as error:
             self.error = error
             self._end(worker)
         finally:
             self._starting -= 1
-        async with self._free:
-            self._free.notify_all()
+        await self._notify()
 
     def _end(self, worker: Worker) -> None:
-        worker.kill()
         self._all.discard(worker)
+        self._do(worker.kill())
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something in the background."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def ready(self) -> list[dict[str, Any]]:
         """Return the descriptions of the models, as soon as they are loaded."""
@@ -237,21 +244,19 @@ class Pool:
             else:
                 self._end(worker)
                 self.fill()
-            self._notify()
+            self._do(self._notify())
 
-    def _notify(self) -> None:
-        async def notify() -> None:
-            async with self._free:
-                self._free.notify_all()
+    async def _notify(self) -> None:
+        async with self._free:
+            self._free.notify_all()
 
-        task = asyncio.create_task(notify())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def close(self) -> None:
-        """Kill all workers."""
-        for worker in [*self._all]:
-            self._end(worker)
+    async def close(self) -> None:
+        """Kill all workers, also those that just start."""
+        while self._all or self._tasks:
+            for worker in [*self._all]:
+                self._end(worker)
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=0.1)
 
 
 # --- who may ask ---
@@ -609,6 +614,6 @@ async def _run(
         await served.serve(sockets=[listening])
     finally:
         beginning.cancel()
-        server.pool.close()
+        await server.pool.close()
     if error is not None:
         raise InputError(str(error), parameter="model")

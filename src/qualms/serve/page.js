@@ -156,7 +156,6 @@ function select(index, atom = null) {
   drawAtoms();
   drawSpectra();
   drawSeries();
-  loadStructure();
   selectAtom(atom);
   for (const line of $("list").querySelectorAll("tr[data-index]")) line.classList.toggle("selected", Number(line.dataset.index) === index);
 }
@@ -200,11 +199,11 @@ function drawAtoms() {
 async function selectAtom(i) {
   const s = selected(), place = $("atom"), file = state.file;
   state.atom = i;
+  loadStructure();
   updateLink();
   for (const line of $("atoms-table").querySelectorAll("tr[data-atom]")) line.classList.toggle("selected", Number(line.dataset.atom) === i);
   place.hidden = i === null || Boolean(s.problem);
   if (place.hidden) return;
-  if (viewer) drawOnce(() => viewer.highlight(i));
   const cells = atomCells(s, i), names = atomHeaders(s), near = make("p", { class: "note" }, "Looking for similar training environments …");
   const limits = isAtomic() && s.atoms.property[i] !== null && Object.entries(s.atoms_intervals)
     .map(([level, ends]) => row([`${level} %`, ends[i].map((end) => number(end, s.atoms.property_uncertainty[i])).join(" to ")]));
@@ -262,8 +261,9 @@ function startViewer() {
   const longest = Math.max(1e-12, ...state.result.structures.flatMap((s) => s.forces || []).map((f) => Math.hypot(...f)));
   drawn = { arrow: 3 / longest, range: {}, names: Object.fromEntries(found.map(([name, text, units]) => [name, withUnits(text, units && `/ ${units}`).replace(/[<>&]/g, "")])) };
   for (const [name] of found) {
-    const values = state.result.structures.flatMap((s) => s.atoms ? s.atoms[name] : []).filter((value) => value !== null);
-    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    // The same in all structures; it contains 99 % of the atoms.
+    const values = state.result.structures.flatMap((s) => s.atoms ? s.atoms[name] : []).filter((value) => value !== null).sort((a, b) => a - b);
+    const low = values[0] ?? 0, high = values[Math.ceil(0.99 * (values.length - 1))] ?? 0;
     drawn.range[name] = [low, high > low ? high : low + 1e-6 * (Math.abs(low) || 1)];
   }
   if (viewer) { viewer.remove(); viewer = null; }
@@ -272,7 +272,6 @@ function startViewer() {
   try {
     viewer = newViewer("viewer", Object.values(drawn.names));
     viewer.onselect = (atom) => selectAtom(atom % selected().n_atoms);
-    viewer.applySettings({ keepOrientation: state.result.structures.length > 1 });
   } catch (error) { $("viewer-message").textContent = `The structure cannot be shown: ${error.message || error}. It needs a browser with WebGL.`; }
 }
 
@@ -284,7 +283,9 @@ function loadStructure() {
   const vectors = s.forces || s.symbols.map(() => [0, 0, 0]);
   structure.shapes = { forces: { kind: "arrow", parameters: { global: { baseRadius: 0.1, headRadius: 0.2, headLength: 0.3, color: 0xa31515 }, atom: vectors.map((f) => ({ vector: f.map((x) => x * drawn.arrow) })) } } };
   drawOnce(() => {
-    viewer.load(structure, Object.keys(values).length ? values : undefined, { environments, trajectory: false, highlight: state.atom ?? undefined });
+    viewer.load(structure, Object.keys(values).length ? values : undefined, { environments, trajectory: false, highlight: state.atom ?? undefined, keepOrientation: drawn.formula === s.formula });
+    if (drawn.formula !== s.formula) viewer._viewer.zoom(0.8); // the viewer crops wide molecules
+    drawn.formula = s.formula;
     paint();
   });
 }
@@ -295,7 +296,7 @@ function paint() {
   $("bar").hidden = !isColoured;
   if (isColoured) [$("bar-min").textContent, $("bar-max").textContent, $("bar-name").textContent] = [brief(range[0]), brief(range[1]), name];
   if (!viewer) return;
-  const color = isColoured ? { property: name, palette: PALETTE, max: range[1], min: range[0] } : { property: "element" };
+  const color = isColoured ? { property: name, palette: PALETTE, min: range[0], max: range[1] } : { property: "element" };
   viewer.applySettings({ shape: state.arrows && selected().forces ? "forces" : "", color });
 }
 
@@ -314,11 +315,11 @@ function drawNear(one) {
 const scale = (low, high, from, to) => (value) => from + (to - from) * (high > low ? (value - low) / (high - low) : 0.5);
 
 function axes(svg, x, y, [left, right, bottom], xLabel, yLabel, xTicks, yTicks) {
-  svg.append(make("path", { class: "axis", d: `M${left} 10V${bottom}H${right}` }),
+  svg.append(make("path", { class: "axis", d: `M${left} 20V${bottom}H${right}` }),
     ...xTicks.map(([value, text]) => make("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, text)),
     ...yTicks.map(([value, text]) => make("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, text)),
     make("text", { x: (left + right) / 2, y: bottom + 34, "text-anchor": "middle" }, xLabel),
-    make("text", { x: 14, y: bottom / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${bottom / 2})` }, yLabel));
+    make("text", { x: left, y: 12, "text-anchor": "middle" }, yLabel));
 }
 
 // Value ± σ of each structure; a click selects the nearest.
@@ -332,14 +333,14 @@ function drawSeries() {
   const points = structures.filter((s) => s.value !== undefined).map((s) => [s.index, s.value, s.uncertainty]);
   if (!points.length) { $("series").replaceChildren(); return; }
   const low = points.reduce((a, [, v, e]) => Math.min(a, v - e), Infinity), high = points.reduce((a, [, v, e]) => Math.max(a, v + e), -Infinity);
-  const x = scale(0, structures.length - 1, 84, 470), y = scale(low, high, 210, 16);
+  const x = scale(0, structures.length - 1, 92, 470), y = scale(low, high, 210, 26);
   const svg = make("svg", { viewBox: "0 0 480 260", class: "click", role: "img", "aria-label": `${target} ± σ of each structure, from ${brief(low)} to ${brief(high)} ${units}`,
     click: (event) => {
       const at = svg.getBoundingClientRect(), place = (event.clientX - at.left) * 480 / at.width;
       select(points.reduce((best, [i]) => Math.abs(x(i) - place) < Math.abs(x(best) - place) ? i : best, points[0][0]));
     } });
   const tick = (value) => number(value, (high - low) / 50 || 1);
-  axes(svg, x, y, [84, 470, 210], "structure", withUnits(target, units && `/ ${units}`), [[0, "0"], [structures.length - 1, `${structures.length - 1}`]], [[low, tick(low)], [(low + high) / 2, tick((low + high) / 2)], [high, tick(high)]]);
+  axes(svg, x, y, [92, 470, 210], "structure", withUnits(target, units && `/ ${units}`), [[0, "0"], [structures.length - 1, `${structures.length - 1}`]], [[low, tick(low)], [(low + high) / 2, tick((low + high) / 2)], [high, tick(high)]]);
   svg.append(make("polygon", { class: "band", points: [...points.map(([i, v, e]) => `${x(i)},${y(v + e)}`), ...points.toReversed().map(([i, v, e]) => `${x(i)},${y(v - e)}`)].join(" ") }),
     make("polyline", { class: "line", points: points.map(([i, v]) => `${x(i)},${y(v)}`).join(" ") }));
   if (points.length <= 200) svg.append(...points.flatMap(([i, v, e]) => [make("line", { class: "line", x1: x(i), x2: x(i), y1: y(v - e), y2: y(v + e) }), make("circle", { class: "point", cx: x(i), cy: y(v), r: 3 })]));
