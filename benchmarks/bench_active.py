@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,6 @@ def total(errors: Float64Array) -> float:
 def run_forces() -> list[dict[str, Any]]:
     """Return errors of forces on hot geometries, and what is left after `until`."""
     hot, cold = hot_and_cold()
-    rows: list[list[Any]] = []
     results: dict[str, list[list[float]]] = {}
     for seed in range(N_SEEDS):
         rng = np.random.default_rng(seed)
@@ -281,31 +280,35 @@ def run_forces() -> list[dict[str, Any]]:
             errors = [total(force_errors(again, frames)) for frames in tests]
             results.setdefault(name, []).append([n_hot, *errors])
             print(seed, name, n_hot, errors, chosen.curve[[0, -1]].tolist(), flush=True)
+    return [force_table(results)]
+
+
+def force_table(results: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, Any]:
+    """Return the table of errors, of hot ones among the choices and both errors of each draw."""
+    rows, n = [], len(results["at random"])
     for name, each in results.items():
         values = np.array(each)
         ratio = values[:, 1] / np.array(results["at random"])[:, 1]
         spread = values.mean(axis=0), values.std(axis=0, ddof=1)
         texts = [f"{m:.0f} ± {s:.0f}" for m, s in zip(*spread, strict=True)]
         rows.append([name, *texts[:2], f"{ratio.mean():.2f}", texts[2]])
-    return [
-        {
-            "title": "Errors of forces after labelling 40 more, 3BPA",
-            "columns": [
-                "40 added",
-                "hot ones among them",
-                "RMSE of hot geometries, meV/Å",
-                "relative to random",
-                "RMSE at 300 K",
-            ],
-            "rows": rows,
-            "notes": [
-                f"{N_COLD} labelled geometries at 300 K; a pool of {400 - N_COLD} at 300 K and "
-                f"{N_HOT} hot ones (of the third of highest energy of the mixture of 300, 600 and "
-                "1200 K); test sets: the other hot ones, and 100 at 300 K. Means over "
-                f"{N_SEEDS} draws, ± their standard deviation. 1000 representatives.",
-            ],
-        }
-    ]
+    return {
+        "title": "Errors of forces after labelling 40 more, 3BPA",
+        "columns": [
+            "40 added",
+            "hot ones among them",
+            "RMSE of hot geometries, meV/Å",
+            "relative to random",
+            "RMSE at 300 K",
+        ],
+        "rows": rows,
+        "notes": [
+            f"{N_COLD} labelled geometries at 300 K; a pool of {400 - N_COLD} at 300 K and "
+            f"{N_HOT} hot ones (of the third of highest energy of the mixture of 300, 600 and "
+            "1200 K); test sets: the other hot ones, and 100 at 300 K. Means over "
+            f"{n} draws, ± their standard deviation. 1000 representatives.",
+        ],
+    }
 
 
 def hot_and_cold() -> tuple[list[Atoms], list[Atoms]]:

@@ -181,6 +181,21 @@ def test_expected_errors_of_forces(by_labels, alloys):
         select(by_labels, pool, 1, labelled=alloys[:5])
 
 
+def test_a_posterior_that_is_not_stored(molecules):
+    """It is computed from the labelled structures."""
+    found = [
+        select(
+            make_model(units="eV", n_representatives=80, keep_pp=keep).fit(molecules[:50]),
+            molecules[50:90],
+            8,
+            labelled=molecules[:50],
+        )
+        for keep in (True, False)
+    ]
+    assert found[0].indices.tolist() == found[1].indices.tolist()
+    np.testing.assert_allclose(found[0].std, found[1].std, rtol=1e-2)  # factors are float32
+
+
 def test_novel_environments_count(energy_model, molecules):
     """What representatives cannot describe is learned from similar structures, too."""
     pool = [a.copy() for a in molecules[120:]]
