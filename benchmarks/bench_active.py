@@ -223,8 +223,8 @@ def costs() -> dict[str, Any]:
 
 # --- forces: 3BPA ---
 
-#: Labelled geometries at 300 K, hot ones in the pool, choices, draws.
-N_COLD, N_HOT, N_BATCH, N_SEEDS = 50, 24, 40, 5
+#: Labelled geometries at 300 K, hot ones in the pool, choices, draws, draws of `run_until`.
+N_COLD, N_HOT, N_BATCH, N_SEEDS, N_UNTIL = 50, 24, 40, 4, 1
 
 
 def force_model(frames: Sequence[Atoms] | None, **options: Any) -> AtomisticModel:
@@ -321,7 +321,7 @@ def hot_and_cold() -> tuple[list[Atoms], list[Atoms]]:
 def run_until() -> list[dict[str, Any]]:
     """Return how many of a pool exceed a limit of the error after labelling the choices."""
     (hot, cold), rows = hot_and_cold(), []
-    for seed in range(1):
+    for seed in range(N_UNTIL):
         rng = np.random.default_rng(seed)
         order, of_hot = rng.permutation(len(cold)), rng.permutation(len(hot))
         labelled = [cold[i] for i in order[:N_COLD]]
