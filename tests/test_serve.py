@@ -12,9 +12,11 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit
 
 import ase.io
@@ -371,6 +373,9 @@ def hostile(frames):
         ("a.xyz.xz", lzma.compress(zeros[: 10**8], preset=0)),
         ("a.xyz.gz", gzip.compress(whole, mtime=0)[:-9]),
         ("a.xyz.gz", gzip.compress(gzip.compress(whole, mtime=0))),
+        ("a.xyz.gz.gz", gzip.compress(gzip.compress(zeros))),
+        ("a.cif.bz2.gz", gzip.compress(bz2.compress(zeros))),
+        ("a.xyz", b"0\n\n" * 10**6),
         ("a.xyz.gz", whole),
         ("a.traj", b"- of Ulm" + bytes([255]) * 200),
         ("a.db", b"SQLite format 3\0" + bytes(1000)),
@@ -442,6 +447,7 @@ def test_hostile_uploads(served, folder):
         assert status in (200, 400, 413, 503), (name, content[:100], answer)
         text = answer.decode()
         assert "Traceback" not in text
+        assert str(Path(tempfile.gettempdir())) not in text
         document = json.loads(answer, parse_constant=lambda x: pytest.fail(x))
         assert status == 200 or document["error"]["message"]
         n, predicted = n + 1, predicted + (status == 200)
@@ -530,6 +536,15 @@ def test_reading_takes_limited_time(folder, tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_workers_that_have_ended_are_replaced(served, folder):
+    """The system may end a process that waits, for want of memory."""
+    predict(served, folder, "energy")
+    for process in served.processes():
+        process.kill()
+    time.sleep(1)
+    assert predict(served, folder, "energy")["structures"]
+
+
 # --- reports, errors, and the library ---
 
 
@@ -551,6 +566,24 @@ def test_reports(folder, tmp_path, no_figures):
         assert served.ask("/reports/secret.txt")[0] == 404
         assert served.ask("/reports/..%2fsecret.txt")[0] == 404
         assert served.ask("/api/predict", b"x")[0] == 400
+    finally:
+        served.end()
+
+
+def test_reports_of_the_same_name(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b & c")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "report.html").write_text(f"<p>{folder.name}</p>")
+    served = Served(*folders)
+    try:
+        page = served.ask("/")[1].decode()
+        links = re.findall(r'href="(reports/[^?]+)\?token=(\w+)"', page)
+        answers = [served.ask(f"/{path}", token=token) for path, token in links]
+        assert answers == [(200, b"<p>a</p>"), (200, b"<p>b & c</p>")]
+        assert served.ask(f"/{links[0][0]}", token=links[1][1])[0] == 403
+        (folders[0] / "report.html").unlink()
+        assert served.ask(f"/{links[0][0]}")[0] == 404
     finally:
         served.end()
 

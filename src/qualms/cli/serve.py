@@ -83,7 +83,7 @@ def serve(
             raise InputError(f"{option} is for models; {files[0]} is none.", parameter=option)
         served = Files(reports=_reports(files, terminal, options))
     elif all(is_model):
-        for path in files:
+        for path in [*files, *(training or ())]:
             check_input(path)
         served = Files(
             models=_named(files),

@@ -6,3 +6,5 @@ uploads and calls the library, and may be killed at any time.
 
 #: Limits of an upload: bytes, also after decompression, and atoms of a structure and of all.
 LIMITS = {"bytes": 20_000_000, "atoms": 5000, "all_atoms": 50_000}
+#: Processes that predict at the same time; others wait.
+MAX_WORKERS = 3

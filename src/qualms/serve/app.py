@@ -29,12 +29,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import qualms
 from qualms.errors import InputError
-from qualms.serve import LIMITS
+from qualms.serve import LIMITS, MAX_WORKERS
 
 #: Seconds after which a worker is killed: that reads, and that predicts.
 READING_TIME, TIME = 30, 3600
-#: Processes that predict at the same time; others wait.
-MAX_WORKERS = 3
 #: Seconds between signs of life of a long prediction.
 _HEARTBEAT = 0.5
 #: Nothing from elsewhere, and no script or event handler within the page. The viewer has styles.
@@ -88,6 +86,11 @@ class Worker:
         self.folder = folder
         self.last = b""  # digest of the upload that it knows
         self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process is not None and self._process.returncode is None
 
     async def start(self, files: Files) -> list[dict[str, Any]]:
         """Start the process, and return descriptions of the models when it has loaded them."""
@@ -218,16 +221,9 @@ class Pool:
         """Yield the events of a task; a worker whose task ends otherwise is killed."""
         await self.ready()
         digest = hashlib.sha256(task["name"].encode() + b"\0" + content).digest()
-        self.fill()
-        async with self._free:
-            await self._free.wait_for(lambda: self._idle or self.error)
-            if not self._idle:  # none could be started
-                assert self.error is not None
-                error, self.error = self.error, None
-                raise WorkerError(str(error), "limit")
-            # One that knows the file need not read it again.
-            worker = max(self._idle, key=lambda w: w.last == digest)
-            self._idle.remove(worker)
+        started = time.monotonic()
+        while (worker := await self._take(digest)) is None:
+            yield {"event": "waiting", "seconds": round(time.monotonic() - started, 1)}, b""
         self.fill()  # so that the next need not wait
         is_alive, worker.last = False, digest
         try:
@@ -245,6 +241,27 @@ class Pool:
                 self._end(worker)
                 self.fill()
             self._do(self._notify())
+
+    async def _take(self, digest: bytes) -> Worker | None:
+        """Return an idle worker, or None if all are busy for a while."""
+        for worker in [*self._idle]:
+            if not worker.is_running:  # the system has ended it
+                self._idle.remove(worker)
+                self._end(worker)
+        self.fill()
+        async with self._free:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARTBEAT):
+                    await self._free.wait_for(lambda: self._idle or self.error)
+            if self._idle:
+                # One that knows the file need not read it again.
+                worker = max(self._idle, key=lambda w: w.last == digest)
+                self._idle.remove(worker)
+                return worker
+            if self.error is not None:  # none could be started
+                error, self.error = self.error, None
+                raise WorkerError(str(error), "limit")
+        return None
 
     async def _notify(self) -> None:
         async with self._free:
@@ -307,9 +324,9 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def report_token(token: str, name: str) -> str:
+def report_token(token: str, number: str) -> str:
     """Return a token for one report: its scripts can read it, and use it for nothing else."""
-    return hmac.new(token.encode(), name.encode(), "sha256").hexdigest()
+    return hmac.new(token.encode(), number.encode(), "sha256").hexdigest()
 
 
 # --- answers ---
@@ -329,7 +346,7 @@ class Server:
             "/page.js": self.script,
             "/page.css": self.style,
             "/chemiscope.js": self.viewer,
-            "/reports/{name}": self.report_file,
+            "/reports/{number:int}": self.report_file,
             "/api/model": self.model,
             "/api/examples/{number:int}": self.example,
         }
@@ -349,7 +366,8 @@ class Server:
             undefined=StrictUndefined,
         )
         reports = [
-            {"name": name, "token": report_token(self._token, name)} for name in self.files.reports
+            {"name": name, "number": k, "token": report_token(self._token, str(k))}
+            for k, name in enumerate(self.files.reports)
         ]
         text = environment.get_template("page.html.j2").render(
             token=self._token,
@@ -377,11 +395,12 @@ class Server:
         """Return one of the reports, which has a policy of its own, and no access to the rest."""
         from qualms.report.report import POLICY
 
-        name = request.path_params["name"]
-        if name not in self.files.reports:
-            return _failed(f"There is no report {name!r}.", 404)
-        report = self.files.reports[name]
-        content = report if isinstance(report, str) else report.read_bytes()
+        number, reports = request.path_params["number"], [*self.files.reports.values()]
+        try:
+            report = reports[number]
+            content = report if isinstance(report, str) else report.read_bytes()
+        except (IndexError, OSError):
+            return _failed(f"There is no report {number}.", 404)
         return _answer(content, "text/html", f"sandbox allow-scripts allow-downloads; {POLICY}")
 
     async def model(self, request: Request) -> Response:
@@ -593,7 +612,8 @@ async def _run(
         timeout_graceful_shutdown=1,
     )
     served = uvicorn.Server(config)
-    name = f"[{host}]" if ":" in host else host
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    name = f"[{name}]" if ":" in name else name
     url = f"http://{name}:{listening.getsockname()[1]}/?token={token}"
     error: WorkerError | None = None
 

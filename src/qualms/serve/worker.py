@@ -8,6 +8,7 @@ memory and the time that reading them takes are limited.
 from __future__ import annotations
 
 import bz2
+import contextlib
 import gzip
 import io
 import json
@@ -50,11 +51,11 @@ from qualms.atomistic.structures import (
 from qualms.errors import InputError, QualmsError, QualmsWarning, counted
 from qualms.io.predictions import EXTRAPOLATES, REASON, open_writer
 from qualms.prediction import Prediction
-from qualms.serve import LIMITS
+from qualms.serve import LIMITS, MAX_WORKERS
 
-#: Bytes that reading an upload may take, beside the models; a prediction may take half of those
-#: of the machine.
-READING_MEMORY = 10**9
+#: Bytes that reading an upload may take, beside the models; all predictions at the same time may
+#: take half of those of the machine.
+READING_MEMORY = 8 * 10**8
 #: Probabilities of intervals.
 LEVELS = (68, 95)
 #: Structures among which the lowest is of interest.
@@ -167,7 +168,7 @@ class Desk:
         name = safe_name(task["name"])
         self._read(name, content)
         yield {"event": "progress", "done": 0, "total": len(self._frames)}, b""
-        _limit_memory(psutil.virtual_memory().total // 2)
+        _limit_memory(psutil.virtual_memory().total // (2 * MAX_WORKERS))
         if task["task"] == "predict":
             yield from self._predict(model, name, task, caught)
         elif task["task"] == "similar":
@@ -180,8 +181,8 @@ class Desk:
         """Read the structures of an upload, unless it is the last."""
         if self._upload == (name, content):
             return
-        _limit_memory(READING_MEMORY)
         self._upload, self._frames = ("", b""), []
+        _limit_memory(READING_MEMORY)
         frames = read_upload(name, content, self.folder)
         self._upload, self._frames = (name, content), frames
 
@@ -377,26 +378,25 @@ def read_upload(name: str, content: bytes, folder: Path) -> list[Atoms]:
     folder : path
         Directory for a file while it is read.
     """
-    opened = _DECOMPRESSORS.get(Path(name).suffix.lower())
-    if opened is not None:
+    while opened := _DECOMPRESSORS.get(Path(name).suffix.lower()):
         try:
             content = opened(io.BytesIO(content)).read(LIMITS["bytes"] + 1)
         except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise InputError(f"{name} cannot be decompressed.", parameter="name") from error
         name = Path(name).stem
-    if len(content) > LIMITS["bytes"]:
-        size = f"{LIMITS['bytes'] / 1e6:g} MB"
-        raise InputError(f"{name} is larger than {size}, the limit.", parameter="name")
+        if len(content) > LIMITS["bytes"]:
+            size = f"{LIMITS['bytes'] / 1e6:g} MB"
+            raise InputError(f"{name} is larger than {size}, the limit.", parameter="name")
     frames: list[Atoms] = []
     total = 0
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        path = Path(own) / name
-        path.write_bytes(content)
-        for atoms in iter_frames(path):
+    # Some readers look for further files beside the one that they read.
+    with tempfile.TemporaryDirectory(dir=folder) as own, contextlib.chdir(own):
+        Path(name).write_bytes(content)
+        for atoms in iter_frames(name):
             if len(atoms) and not 0 <= atoms.numbers.min() <= atoms.numbers.max() <= _LAST:
                 message = f"Structure {len(frames)} of {name} has an atom of no element."
                 raise InputError(message, parameter="name")
-            total += len(atoms)
+            total += max(len(atoms), 1)
             if len(atoms) > LIMITS["atoms"] or total > LIMITS["all_atoms"]:
                 most, in_all = LIMITS["atoms"], LIMITS["all_atoms"]
                 raise InputError(
