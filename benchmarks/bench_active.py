@@ -224,7 +224,7 @@ def costs() -> dict[str, Any]:
 # --- forces: 3BPA ---
 
 #: Labelled geometries at 300 K, hot ones in the pool, choices, draws, draws of `run_until`.
-N_COLD, N_HOT, N_BATCH, N_SEEDS, N_UNTIL = 50, 24, 40, 4, 1
+N_COLD, N_HOT, N_BATCH, N_SEEDS, N_UNTIL = 50, 24, 40, 4, 2
 
 
 def force_model(frames: Sequence[Atoms] | None, **options: Any) -> AtomisticModel:
