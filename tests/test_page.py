@@ -279,6 +279,21 @@ def test_dropped_files_and_errors(browser, served, folder):
     assert severe(browser) == []
 
 
+def test_predicts_without_the_viewer(browser, served, folder):
+    """chemiscope is an extra: values, tables and figures do not need it."""
+    browser.execute_cdp_cmd("Network.enable", {})
+    browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": ["*chemiscope.js*"]})
+    try:
+        chosen(browser, served, folder / "dimers.xyz", "dimers")
+        assert "±" in text(browser, "value")
+        assert "chemiscope" in text(browser, "viewer-message")
+        browser.execute_script("selectAtom(1)")
+        wait_for(lambda: "Numbers in" in text(browser, "atom"))
+    finally:
+        browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
+        browser.get_log("browser")
+
+
 def test_reports_are_shown_without_access_to_the_rest(browser, folder, tmp_path):
     """The report works, its scripts included; it has an origin of its own."""
     from test_browser import evaluation

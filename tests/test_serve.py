@@ -42,11 +42,12 @@ PATIENCE = 120
 class Served:
     """`qualms serve`, run as a user does."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, folder=None):
         command = [sys.executable, "-m", "qualms", "serve", *map(str, arguments)]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [*command, "--no-browser", "--port", "0"],
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -317,6 +318,21 @@ def test_listens_to_this_machine_only(served):
     assert places == {("127.0.0.1", served.port)}
     for process in served.processes():
         assert not [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+
+
+def test_nothing_is_imported_from_the_working_directory(folder, tmp_path):
+    """Neither by the server nor by the processes that predict."""
+    marker = tmp_path / "executed"
+    for name in ("ase", "numpy", "starlette", "uvicorn", "anyio", "torch"):
+        (tmp_path / name).mkdir()
+        code = f"open({str(marker)!r}, 'w')\nraise SystemError('this is hostile')\n"
+        (tmp_path / name / "__init__.py").write_text(code)
+    served = Served(folder / "energy.safetensors", folder=tmp_path)
+    try:
+        assert served.json("/api/predict", _xyz(molecule("CH4")))["structures"][0]["value"] < 0
+    finally:
+        served.end()
+    assert not marker.exists()
 
 
 # --- hostile uploads ---
