@@ -20,6 +20,7 @@ function make(tag, attributes = {}, ...inside) {
   element.append(...inside.filter((item) => item !== null));
   return element;
 }
+const near = make("div", { id: "near", hidden: true }); // a similar training structure
 const table = (caption, headers, rows) => make("table", { "aria-label": caption, class: "labels" },
   make("thead", {}, make("tr", {}, ...headers.map((text) => make("th", { scope: "col" }, text)))),
   make("tbody", {}, ...rows));
@@ -204,21 +205,22 @@ async function selectAtom(i) {
   for (const line of $("atoms-table").querySelectorAll("tr[data-atom]")) line.classList.toggle("selected", Number(line.dataset.atom) === i);
   place.hidden = i === null || Boolean(s.problem);
   if (place.hidden) return;
-  const cells = atomCells(s, i), names = atomHeaders(s), near = make("p", { class: "note" }, "Looking for similar training environments …");
+  const cells = atomCells(s, i), names = atomHeaders(s), waiting = make("p", { class: "note" }, "Looking for similar training environments …");
   const limits = isAtomic() && s.atoms.property[i] !== null && Object.entries(s.atoms_intervals)
     .map(([level, ends]) => row([`${level} %`, ends[i].map((end) => number(end, s.atoms.property_uncertainty[i])).join(" to ")]));
   place.replaceChildren(make("h3", {}, `Atom ${i} (${s.symbols[i]})`),
     make("table", { "aria-label": `Atom ${i}`, class: "labels" }, make("tbody", {}, ...names.map((name, k) => row([name, cells[k]])), ...(limits || []))),
-    make("h3", {}, "Most similar training environments"), near);
+    make("h3", {}, "Most similar training environments"), waiting);
   try {
     const { similar, training } = await run("similar", { structure: state.current, atom: i }, file);
     if (state.atom !== i || selected() !== s) return;
-    near.replaceWith(table("Most similar training environments", ["structure", "atom", "similarity"], similar.map((one) => row([
+    waiting.replaceWith(table("Most similar training environments", ["structure", "atom", "similarity"], similar.map((one) => row([
       one.geometry ? make("button", { type: "button", click: () => drawNear(one) }, `${one.structure}: ${one.geometry.formula}`) : `${one.structure}`,
       one.geometry ? `${one.atom} ${one.geometry.symbols[one.atom]}` : `${one.atom}`, one.similarity.toFixed(4)]))),
     make("p", { class: "note" }, training),
-    make("div", { id: "near", hidden: true }));
-  } catch (error) { near.textContent = error.message; }
+    near);
+    near.hidden = true;
+  } catch (error) { waiting.textContent = error.message; }
 }
 
 // --- the view of the structure ---
@@ -228,14 +230,14 @@ const geometry = (s, cutoff = 4) => ({
   environments: s.symbols.map((_, center) => ({ structure: 0, center, cutoff })),
 });
 
-function newViewer(id, names) {
+function newViewer(place, names) {
   const warnings = new Chemiscope.Warnings();
   warnings.addHandler((text) => { if (!String(text).includes("undefined properties")) $("viewer-message").textContent = String(text); });
-  const made = new Chemiscope.MoleculeViewer($(id), names, warnings);
+  const made = new Chemiscope.MoleculeViewer(place, names, warnings);
   // Its settings would need styles that the viewer alone does not have; the page has its own.
   const sheet = new CSSStyleSheet();
   sheet.replaceSync(".chsp-viewer-button, .chsp-cell-info { display: none; }");
-  const { shadowRoot } = $(id).firstElementChild;
+  const { shadowRoot } = place.firstElementChild;
   shadowRoot.adoptedStyleSheets = [...shadowRoot.adoptedStyleSheets, sheet];
   made._updateColorBar = () => {}; // each of its labels would draw everything again
   made.applySettings({ environments: { activated: false }, unitCell: true });
@@ -266,11 +268,17 @@ function startViewer() {
     const low = values[0] ?? 0, high = values[Math.ceil(0.99 * (values.length - 1))] ?? 0;
     drawn.range[name] = [low, high > low ? high : low + 1e-6 * (Math.abs(low) || 1)];
   }
-  if (viewer) { viewer.remove(); viewer = null; }
-  $("viewer").replaceChildren();
   if (!window.Chemiscope) { $("viewer-message").textContent = "The view of structures needs chemiscope: pip install 'qualms[report]'."; return; }
+  const names = Object.values(drawn.names);
   try {
-    viewer = newViewer("viewer", Object.values(drawn.names));
+    if (viewer) { // one for all files: those that are removed would still draw
+      drawOnce(() => {
+        viewer.applySettings({ shape: "", color: { property: "element" } });
+        viewer.refreshOptions(true, names);
+      });
+      return;
+    }
+    viewer = newViewer($("viewer"), names);
     viewer.onselect = (atom) => selectAtom(atom % selected().n_atoms);
   } catch (error) { $("viewer-message").textContent = `The structure cannot be shown: ${error.message || error}. It needs a browser with WebGL.`; }
 }
@@ -301,11 +309,9 @@ function paint() {
 }
 
 function drawNear(one) {
-  $("near").hidden = false;
+  near.hidden = false;
   if (!window.Chemiscope) return;
-  if (nearViewer) nearViewer.remove();
-  $("near").replaceChildren();
-  nearViewer = newViewer("near", []);
+  nearViewer ??= newViewer(near, []);
   const { structure, environments } = geometry(one.geometry);
   nearViewer.load(structure, undefined, { environments, trajectory: false, highlight: one.atom });
 }
