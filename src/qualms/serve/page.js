@@ -232,7 +232,7 @@ const geometry = (s, cutoff = 4) => ({
 
 function newViewer(place, names) {
   const warnings = new Chemiscope.Warnings();
-  warnings.addHandler((text) => { if (!String(text).includes("undefined properties")) $("viewer-message").textContent = String(text); });
+  warnings.addHandler((text) => { if (!/undefined properties|min > max/.test(text)) $("viewer-message").textContent = String(text); });
   const made = new Chemiscope.MoleculeViewer(place, names, warnings);
   // Its settings would need styles that the viewer alone does not have; the page has its own.
   const sheet = new CSSStyleSheet();
@@ -254,14 +254,15 @@ function drawOnce(work) {
 
 function startViewer() {
   const found = columns();
-  if (!found.some(([name]) => name === state.color)) state.color = state.color === "element" || !found.length ? "element" : found[0][0];
+  // That which was chosen, if there is such a column.
+  const color = state.color === "element" || found.some(([name]) => name === state.color) ? state.color : found.length ? found[0][0] : "element";
   $("color").replaceChildren(make("option", { value: "element" }, "element"), ...found.map(([name, text]) => make("option", { value: name }, text)));
-  $("color").value = state.color;
+  $("color").value = color;
   const hasForces = state.result.structures.some((s) => s.forces);
   $("arrows-field").hidden = !hasForces;
   $("arrows").checked = state.arrows = state.arrows && hasForces;
   const longest = Math.max(1e-12, ...state.result.structures.flatMap((s) => s.forces || []).map((f) => Math.hypot(...f)));
-  drawn = { arrow: 3 / longest, range: {}, names: Object.fromEntries(found.map(([name, text, units]) => [name, withUnits(text, units && `/ ${units}`).replace(/[<>&]/g, "")])) };
+  drawn = { color, arrow: 3 / longest, range: {}, names: Object.fromEntries(found.map(([name, text, units]) => [name, withUnits(text, units && `/ ${units}`).replace(/[<>&]/g, "")])) };
   for (const [name] of found) {
     // The same in all structures; it contains 99 % of the atoms.
     const values = state.result.structures.flatMap((s) => s.atoms ? s.atoms[name] : []).filter((value) => value !== null).sort((a, b) => a - b);
@@ -299,13 +300,14 @@ function loadStructure() {
 }
 
 function paint() {
-  const name = drawn.names[state.color], range = drawn.range[state.color];
+  const name = drawn.names[drawn.color], range = drawn.range[drawn.color];
   const isColoured = name !== undefined && !selected().problem;
   $("bar").hidden = !isColoured;
   if (isColoured) [$("bar-min").textContent, $("bar-max").textContent, $("bar-name").textContent] = [brief(range[0]), brief(range[1]), name];
   if (!viewer) return;
-  const color = isColoured ? { property: name, palette: PALETTE, min: range[0], max: range[1] } : { property: "element" };
-  viewer.applySettings({ shape: state.arrows && selected().forces ? "forces" : "", color });
+  viewer.applySettings({ shape: state.arrows && selected().forces ? "forces" : "", color: isColoured ? { property: name, palette: PALETTE } : { property: "element" } });
+  // The viewer rejects a minimum above the maximum that it has, and the reverse.
+  for (const color of isColoured ? [{ min: -1e300 }, { max: range[1] }, { min: range[0] }] : []) viewer.applySettings({ color });
 }
 
 function drawNear(one) {
@@ -466,7 +468,7 @@ const through = async (bytes, stream) => new Uint8Array(await new Response(new B
 
 // The link has the file itself, if that is small.
 async function updateLink() {
-  const file = state.file, view = { model: state.model.name, name: file.name, structure: state.current, color: state.color };
+  const file = state.file, view = { model: state.model.name, name: file.name, structure: state.current, color: drawn.color };
   if (state.atom !== null) view.atom = state.atom;
   if (state.arrows) view.arrows = 1;
   if (state.chosen.size) view.compare = [...state.chosen].join(",");
@@ -525,7 +527,7 @@ function connect() {
   $("predict").addEventListener("click", () => choose(new File([$("paste").value], "pasted.xyz")));
   $("cancel").addEventListener("click", () => running && running.abort());
   $("frame").addEventListener("input", () => select(Number($("frame").value)));
-  $("color").addEventListener("change", () => { state.color = $("color").value; if (viewer) drawOnce(paint); updateLink(); });
+  $("color").addEventListener("change", () => { state.color = drawn.color = $("color").value; if (viewer) drawOnce(paint); updateLink(); });
   $("arrows").addEventListener("change", () => { state.arrows = $("arrows").checked; loadStructure(); updateLink(); });
   for (const button of document.querySelectorAll("[data-format]")) button.addEventListener("click", () => download(button.dataset.format));
   for (const [text, numbers] of [["C8H10O", [0]], ["C7H6N2", [4]], ["C4H2FNO2", [13]], ["two isomers, C8H10O", [0, 9]]]) $("examples").append(make("button", { type: "button", class: "button", click: () => example(numbers) }, text));
