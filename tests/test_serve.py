@@ -302,8 +302,10 @@ def test_token_and_host(served):
     for path in paths:
         for token in ("", "wrong", served.token[:-1], served.token.swapcase(), "é"):
             assert served.ask(path, token=token)[0] == 403
-        for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", ""):
+        for host in ("evil.example", "127.0.0.1.evil.example", "evil.example:80", "", "8.8.8.8"):
             assert served.ask(path, headers={"Host": host})[0] == 403
+    for host in ("evil@127.0.0.1", "[::1:x", "127.0.0.1:x", "localhost:80:80", "[evil]"):
+        assert served.ask("/", headers={"Host": host})[0] == 403
     assert served.ask("/api/predict", b"x", token="wrong")[0] == 403
     bearer = {"Authorization": f"Bearer {served.token}"}
     assert served.ask("/api/model", token="", headers=bearer)[0] == 200

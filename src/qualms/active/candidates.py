@@ -158,7 +158,8 @@ def not_predicted(atoms: Atoms, fitted: Fitted | None) -> str:
     if others := {*atoms.numbers.tolist()} - {*fitted.representation.species}:
         return f"contains {symbols_of(sorted(others))}, which the model does not know"
     try:
-        fitted.baseline.check_compositions([atoms])
+        if not fitted.per_atom:
+            fitted.baseline.check_compositions([atoms])
     except InputError:
         return f"is {atoms.symbols}, a composition without a baseline"
     return ""

@@ -11,13 +11,13 @@ from qualms.cli.evaluate import OPTIONS, evaluate_files
 from qualms.cli.options import Quiet, baseline_of, with_options
 from qualms.cli.terminal import Terminal
 from qualms.errors import InputError, warn
+from qualms.serve import LOCAL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _OF_MODELS = ("confirm_baseline", "baseline_key", "weights")
 _UNUSED = ("skip_unknown_species", "skip_failed", "cluster", "cluster_config")
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @with_options({name: option for name, option in OPTIONS.items() if name not in _UNUSED})
@@ -97,7 +97,7 @@ def serve(
         raise InputError(
             f"{other} is not a model: choose structures in the page.", parameter="files"
         )
-    if host not in _LOCAL:
+    if host not in LOCAL:
         warn(
             f"Everybody who reaches {host} and knows the token can use the page; it is not "
             "encrypted."

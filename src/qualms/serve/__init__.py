@@ -8,3 +8,5 @@ uploads and calls the library, and may be killed at any time.
 LIMITS = {"bytes": 20_000_000, "atoms": 5000, "all_atoms": 50_000}
 #: Processes that predict at the same time; others wait.
 MAX_WORKERS = 3
+#: Hosts that other machines cannot reach.
+LOCAL = ("127.0.0.1", "localhost", "::1")

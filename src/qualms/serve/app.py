@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 import secrets
 import shutil
 import socket
@@ -19,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import qualms
 from qualms.errors import InputError
-from qualms.serve import LIMITS, MAX_WORKERS
+from qualms.serve import LIMITS, LOCAL, MAX_WORKERS
 
 #: Seconds after which a worker is killed: that reads, and that predicts.
 READING_TIME, TIME = 30, 3600
@@ -288,7 +288,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._app, self._token = app, token
-        self._names = {"localhost", host, socket.gethostname()}
+        self._names, self._is_local = {"localhost", host}, host in LOCAL
+        if not self._is_local:
+            self._names.add(socket.gethostname())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -303,8 +305,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _problem(self, request: Request) -> str:
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-        if host not in self._names and not _is_address(host):
+        if not self._is_known(request.headers.get("host", "")):
             return "This name of the host is not known: use the address that qualms has printed."
         given = request.query_params.get("token") or ""
         given = given or request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -315,13 +316,13 @@ class Guard:
             return "The token is missing or wrong: use the address that qualms has printed."
         return ""
 
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    def _is_known(self, host: str) -> bool:
+        name = re.sub(r":\d+$", "", host).removeprefix("[").removesuffix("]")
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return name in self._names
+        return address.is_loopback or not self._is_local
 
 
 def report_token(token: str, number: str) -> str:
@@ -607,6 +608,7 @@ async def _run(
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=1,

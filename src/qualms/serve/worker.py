@@ -30,6 +30,7 @@ import psutil
 from ase import Atoms
 from ase.data import chemical_symbols
 
+from qualms.active.candidates import not_predicted
 from qualms.arrays import Float64Array
 from qualms.atomistic.bulk import Output, Predicted, predict_batches
 from qualms.atomistic.evaluation import (
@@ -42,7 +43,6 @@ from qualms.atomistic.evaluation import (
 from qualms.atomistic.model import AtomisticModel, summarize
 from qualms.atomistic.structures import (
     FrameFiles,
-    check_structures,
     iter_frames,
     read_files,
     readable,
@@ -191,7 +191,7 @@ class Desk:
     def _predict(
         self, model: AtomisticModel, name: str, task: dict[str, Any], caught: list[Any]
     ) -> Iterator[Event]:
-        problems = {i: text for i, a in enumerate(self._frames) if (text := problem(model, i, a))}
+        problems = {i: text for i, a in enumerate(self._frames) if (text := problem(model, a))}
         usable = [(i, atoms) for i, atoms in enumerate(self._frames) if i not in problems]
         has_volume = any(int(atoms.cell.rank) == 3 for _, atoms in usable)
         forces = model.fitted.settings.has_forces
@@ -322,9 +322,9 @@ class Desk:
         from qualms.report.structure_map import views_of_model
         from qualms.report.tables import interval_table
 
-        frames = [a for i, a in enumerate(self._frames) if not problem(model, i, a)]
+        frames = [a for a in self._frames if not problem(model, a)]
         if not frames:
-            raise InputError(problem(model, 0, self._frames[0]), parameter="frames")
+            raise InputError(problem(model, self._frames[0]), parameter="frames")
         evaluations = evaluate(model, frames, unknown_species="skip")
         if not evaluations:
             message = "No structure has a reference value that can be evaluated."
@@ -408,21 +408,12 @@ def read_upload(name: str, content: bytes, folder: Path) -> list[Atoms]:
     return frames
 
 
-def problem(model: AtomisticModel, index: int, atoms: Atoms) -> str:
+def problem(model: AtomisticModel, atoms: Atoms) -> str:
     """Return why a structure cannot be predicted; an empty text if it can."""
-    try:
-        check_structures([atoms], first=index)
-        known = model.fitted.representation.species
-        if others := sorted({*atoms.numbers.tolist()} - {*known}):
-            return (
-                f"It contains {symbols_of(others)}; the model was trained on {symbols_of(known)}."
-            )
-        if not model.fitted.per_atom:
-            model.fitted.baseline.check_compositions([atoms], first=index)
-        elif not len(model.target_atoms([atoms])[0]):
-            return f"It has no atom whose {model.settings.target} is predicted."
-    except InputError as error:
-        return _plain(str(error))
+    if text := not_predicted(atoms, model.fitted):
+        return _plain(f"It {text}.")
+    if model.fitted.per_atom and not len(model.target_atoms([atoms])[0]):
+        return f"It has no atom whose {model.settings.target} is predicted."
     return ""
 
 
