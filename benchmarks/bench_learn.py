@@ -223,8 +223,17 @@ def run() -> list[dict[str, Any]]:
                 f"of 1 ps in each round; target {1e3 * TARGET:.0f} meV/Å, budget {BUDGET}. The "
                 f"error is that of {N_TEST} frames of an independent trajectory of "
                 f"{N_TEST * EVERY * STEP * 1e-3:.0f} ps by GFN2-xTB, another for each seed. The "
-                f"bound holds for {held} of {len(rows)} seeds; labels at random include the "
-                f"{N_START} of the start, as {N_START} and the bought ones do.",
+                f"bound holds for {held} of {len(rows)} seeds. Labels at random include the "
+                f"{N_START} of the start.",
             ],
-        }
+        },
+        {
+            "title": "Errors of forces in each round of the loop, meV/Å",
+            "columns": ["labels chosen by", "seed", "labels: error on the xTB trajectory"],
+            "rows": [
+                [how, seed, ", ".join(f"{n}: {1e3 * e:.0f}" for n, e in of["curve"])]
+                for how, runs in (("`select`, and audits", chosen), ("chance", random))
+                for seed, of in enumerate(runs)
+            ],
+        },
     ]
