@@ -199,7 +199,7 @@ def run() -> list[dict[str, Any]]:
                 else f"> {random[seed]['curve'][-1][0]}"
                 if np.isnan(needed)
                 else f"{needed:.0f}",
-                "yes" if of["bound"] else "no",
+                {True: "yes", False: "no", None: "–"}[of["bound"]],
                 f"{of['seconds'] / 60:.1f}",
             ]
         )
@@ -224,7 +224,7 @@ def run() -> list[dict[str, Any]]:
                 f"error is that of {N_TEST} frames of an independent trajectory of "
                 f"{N_TEST * EVERY * STEP * 1e-3:.0f} ps by GFN2-xTB, another for each seed. The "
                 f"bound holds for {held} of {len(rows)} seeds. Labels at random include the "
-                f"{N_START} of the start.",
+                f"{N_START} of the start. –: not run.",
             ],
         },
         {
