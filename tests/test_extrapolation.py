@@ -16,7 +16,13 @@ from atomistic_fixtures import (
 from qualms import AtomisticModel, Prediction
 from qualms.ase import Calculator
 from qualms.atomistic.evaluation import evaluate
-from qualms.atomistic.extrapolation import fit_limits, is_largest, scattered, sizes_of
+from qualms.atomistic.extrapolation import (
+    element_scales,
+    fit_limits,
+    is_largest,
+    scattered,
+    sizes_of,
+)
 from qualms.errors import QualmsWarning
 from qualms.evaluation import Evaluation
 from qualms.io.predictions import REASON
@@ -72,6 +78,31 @@ def test_limits_of_measures_that_are_nearly_all_equal(n_equal):
     assert (measures > limits[:, None]).any(axis=0).mean() <= 0.05
 
 
+@pytest.mark.parametrize("n_elements", [1, 4, 12])
+def test_more_elements_do_not_raise_the_share_of_flags(n_elements):
+    """Of few structures, with elements whose novelties differ in size and in spread."""
+    shares, rng = [], np.random.default_rng(n_elements)
+    size, spread = 10.0 ** rng.uniform(-4, -1, n_elements), rng.uniform(0.3, 0.8, n_elements)
+    for _ in range(100):
+        novelty = size * np.exp(spread * rng.normal(size=(440, n_elements)))
+        novelty[rng.random(novelty.shape) < 0.3] = 0.0  # atoms of an element are not in all
+        scales = element_scales(novelty[:40])
+        assert scales.max() <= novelty[:40].max()
+        relative = (novelty / scales).max(axis=1)
+        (limit,) = fit_limits([relative[:40]])
+        shares.append(np.mean(relative[40:] > limit))
+    assert np.mean(shares) < 0.045  # 1/41 = 0.024; relative to the maxima of twelve elements: 0.2
+
+
+def test_scales_of_elements_without_atoms_are_those_of_others():
+    novelty = np.exp(np.random.default_rng(0).normal(size=(50, 3)))
+    novelty[:, 1] = 0.0
+    novelty[1:, 2] = 0.0
+    scales = element_scales(novelty)
+    assert scales[1] == max(scales[0], scales[2])
+    assert scales[2] == pytest.approx(novelty[0, 2], rel=1e-4)
+
+
 def test_the_largest_structure_is_one_of_the_one_per_cent():
     rng = np.random.default_rng(0)
     measures, largest = list(rng.random((2, 300))), np.arange(300) < 2
@@ -98,7 +129,7 @@ def by_size():
     n_heavy = np.array([np.count_nonzero(atoms.numbers > 1) for atoms in molecules])
     small = [atoms for atoms, n in zip(molecules, n_heavy, strict=True) if n <= 8]
     large = [atoms for atoms, n in zip(molecules, n_heavy, strict=True) if n > 8]
-    return make_model(n_representatives=150).fit(small), small, large
+    return make_model(n_representatives=150, units="eV").fit(small), small, large
 
 
 def test_larger_molecules_are_flagged_and_cells_are_not(by_size):
@@ -135,12 +166,46 @@ def test_the_largest_cell_does_not_count_as_an_extrapolation():
     assert not is_largest(np.zeros((3, 2), dtype=int)).any()
 
 
+def test_elements_of_little_novelty_have_a_limit_of_their_own(by_size):
+    """An O–H or C–H bond that is too long is flagged; carbon would hide it by its limit."""
+    model, small, _ = by_size
+    fitted = model.fitted
+    assert 2 * fitted.element_novelty[1] < fitted.element_novelty[6]
+    assert max(fitted.element_novelty.values()) == fitted.training_novelty[0]
+    assert model.predict(small).extrapolates.mean() <= 0.03
+    common = AtomisticModel.from_fitted(dataclasses.replace(fitted, element_novelty={}))
+    stretched, atom = [], []
+    for atoms in small[::2]:
+        distances = atoms.get_all_distances()
+        np.fill_diagonal(distances, np.inf)
+        hydrogens = np.flatnonzero(atoms.numbers == 1)
+        if len(hydrogens) and not model.predict(atoms).extrapolates[0]:
+            i = hydrogens[0]
+            new, j = atoms.copy(), distances[i].argmin()
+            new.positions[i] += 0.35 * (atoms.positions[i] - atoms.positions[j])
+            stretched.append(new)
+            atom.append(i)
+    prediction, of_common = (of.predict(stretched, atoms=True) for of in (model, common))
+    assert len(stretched) > 10
+    named = [f"atom {i} (H)" in text for i, text in zip(atom, prediction.reasons, strict=True)]
+    assert np.mean(named) > 0.5
+    assert np.mean(["is novel" in reason for reason in of_common.reasons]) < np.mean(named) / 2
+    for s, new in enumerate(stretched):  # the same limits in all places
+        new.calc = Calculator(model)
+        relative = prediction.atom_novelty[s]
+        np.testing.assert_allclose(new.calc.get_property("atom_novelty", new), relative, rtol=1e-6)
+        ratio = fitted.training_novelty[0] / fitted.novelty_limits(new.numbers)
+        np.testing.assert_allclose(relative, ratio * of_common.atom_novelty[s], rtol=1e-9)
+        assert prediction.novelty[s] == relative.max()
+
+
 def test_limits_are_those_of_the_file(by_size, tmp_path):
     model, _, large = by_size
     model.save(tmp_path / "model.safetensors")
     loaded = AtomisticModel.load(tmp_path / "model.safetensors")
     assert loaded.fitted.std_limit == model.fitted.std_limit
     assert loaded.fitted.largest_size == model.fitted.largest_size
+    assert loaded.fitted.element_novelty == model.fitted.element_novelty
     assert loaded.predict(large[:5]).reasons == model.predict(large[:5]).reasons
 
 

@@ -197,6 +197,12 @@ FORGERIES = {
     "a representative too few": cut("representatives"),
     "a feature too few": cut("representatives", axis=1),
     "a species too few": put("species", value=[1, 6, 7, 8]),
+    "a limit of novelty that is zero": put("element_novelty", "6", value=0.0),
+    "a limit of novelty beyond one": put("element_novelty", "6", value=1.5),
+    "a limit of novelty that is no number": put("element_novelty", "6", value=float("nan")),
+    "a limit of novelty of an element too few": lambda d, t: d["element_novelty"].pop("6"),
+    "a limit of novelty of an unknown element": put("element_novelty", "16", value=0.1),
+    "limits of novelty of nothing": put("element_novelty", value=[0.1]),
     "species in disorder": put("species", value=[1, 7, 6, 8, 9]),
     "no element": put("species", value=[1, 6, 7, 8, 999]),
     "a variance too few": cut("pp_posterior"),
@@ -301,6 +307,27 @@ def test_stored_models_are_read_and_predict_the_same(version):
     np.testing.assert_allclose(new.forces.std, expected["forces"]["std"], rtol=1e-4, atol=1e-9)
     np.testing.assert_allclose(new.stress.std, expected["forces"]["stress"], rtol=1e-4, atol=1e-9)
     assert energies.fitted.with_calibration("student").calibration.method == "student"
+
+
+def test_models_of_earlier_versions_have_one_limit_of_novelty(saved, molecules, tmp_path):
+    """That of the file, for all elements; also files of this version without limits of elements."""
+    folder, path = Path(__file__).parent / "stored", tmp_path / "model.safetensors"
+    forge(saved, path, lambda document, tensors: document.pop("element_novelty"))
+    limit = saved[0].fitted.training_novelty[0]
+    for stored, rounding in ((folder / "energies-10.safetensors", 1e-6), (path, 0.0)):
+        model = AtomisticModel.load(stored, threads=1)
+        fitted, frames = model.fitted, molecules[120:125]
+        assert fitted.element_novelty == {}
+        limit = fitted.training_novelty[0] + rounding
+        np.testing.assert_allclose(fitted.novelty_limits(np.array([1, 6, 8])), limit)
+        predicted = model.predict(frames, atoms=True)
+        for s, (chunk,) in enumerate(model.chunks([atoms]) for atoms in frames):
+            x, X = (a.astype(float) for a in (chunk.batch.features, fitted.representatives))
+            kernel = (x @ X.T) ** fitted.representation.settings.exponent
+            expected = (1 - kernel.max(axis=1)) / limit
+            np.testing.assert_allclose(predicted.atom_novelty[s], expected, atol=1e-4)
+            assert predicted.novelty[s] == predicted.atom_novelty[s].max()
+            assert ("is novel" in predicted.reasons[s]) == (predicted.novelty[s] > 1)
 
 
 def test_models_keep_the_number_of_posterior_members(molecules, tmp_path):

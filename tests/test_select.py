@@ -44,7 +44,7 @@ def test_covariances_after_observations(m, scale):
 
 def without_novelty(model):
     """The model, to which no environment is novel."""
-    fitted = replace(model.fitted, training_novelty=(1.0, 1.0))
+    fitted = replace(model.fitted, training_novelty=(1.0, 1.0), element_novelty={})
     return AtomisticModel.from_fitted(fitted, threads=1)
 
 
@@ -204,7 +204,7 @@ def test_novel_environments_count(energy_model, molecules):
         pool[20 + i] = Atoms(atoms.numbers, 1.002 * atoms.positions)
     model = without_novelty(energy_model)
     limit = np.sort(model.predict(pool[40:]).novelty)[-5]
-    fitted = replace(energy_model.fitted, training_novelty=(limit, 1.0))
+    fitted = replace(energy_model.fitted, training_novelty=(limit, 1.0), element_novelty={})
     model = AtomisticModel.from_fitted(fitted, threads=1)
     rows = read_rows(model, enumerate(pool), forces=False)
     assert np.mean(rows.novelty[:40] > 1) > 0.8

@@ -26,13 +26,13 @@ import scipy.linalg
 from ase import Atoms
 from ase.data import chemical_symbols
 
-from qualms.arrays import Float64Array, FloatArray, IntArray
+from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.labels import ForceLabels
 from qualms.atomistic.model import AtomisticModel
-from qualms.atomistic.predictions import Request
+from qualms.atomistic.predictions import Parts, Request
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import fingerprints
 from qualms.calibration.members import member_factors
@@ -164,6 +164,22 @@ def derivative_rows(
         terms = kernel_terms(fitted.representation, X)
         fill_rows(np.zeros((1, len(X))), K, [atoms], labels, terms)
     return K * fitted.kernel_scale, labels.y
+
+
+def _are_novel(fitted: Fitted, parts: Parts) -> BoolArray:
+    """Return which structures have environments that the representatives do not describe: (n,).
+
+    Those beyond the largest limit of any element. Limits of elements say what is unusual; further
+    representatives are for what is left of the kernel, and that of other structures is neglected.
+    """
+    assert parts.atom_novelty is not None
+    assert parts.centers is not None
+    places = zip(parts.frames, parts.centers, parts.atom_novelty, strict=True)
+    largest = [
+        np.max(novelty * fitted.novelty_limits(atoms.numbers[chosen]), initial=0.0)
+        for atoms, chosen, novelty in places
+    ]
+    return np.array(largest) > fitted.training_novelty[0] + fitted.novelty_rounding
 
 
 def make_posterior(model: AtomisticModel, labelled: Sequence[Atoms], structures: Rows) -> Posterior:
@@ -300,7 +316,7 @@ def read_rows(
         std = batch.energy.std / per_atom
         columns.append((batch.parts.rows, members, std, batch.novelty, sizes))
         assert batch.parts.features is not None
-        for x, is_novel in zip(batch.parts.features, batch.novelty > 1, strict=True):
+        for x, is_novel in zip(batch.parts.features, _are_novel(fitted, batch.parts), strict=True):
             if not novel or len(novel[-1]) == sides:
                 means.append(x.mean(axis=0).astype(np.float32))
                 novel.append([])

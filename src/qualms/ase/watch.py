@@ -291,8 +291,8 @@ class Watch:
         others = self._environments
         if others is not None:
             similarity = normalized(kernel(x, others), kernel.diag(x), kernel.diag(others))
-            novelty = float(novelty_of(similarity).max())
-            if novelty <= self.min_novelty * fitted.training_novelty[0]:
+            novelty = novelty_of(similarity) / fitted.novelty_limits(chunk.center_species)
+            if novelty.max() <= self.min_novelty:
                 return False
         self._environments = x if others is None else np.concatenate([others, x])
         return True

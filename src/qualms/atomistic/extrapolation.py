@@ -5,6 +5,12 @@ and the mean novelty of the environments of a structure. Each has a limit; toget
 that 1 % of the out-of-bag structures exceed one of them or another. So a limit is not the 99 %
 quantile of its measure: up to 3 % would exceed one. All limits are quantiles of the same level.
 
+Environments of hydrogen differ less than those of carbon. So the largest novelty is that relative
+to a scale of each element: the novelty that 1 % of the structures with it would exceed if it were
+log-normal, at most the largest of any element. Few structures determine that, unlike the extremes
+of each element, one or another of which new structures exceed the more often the more elements
+there are.
+
 Some training structures may be unlike all others. Out of bag they are extrapolations themselves,
 and a few of them among hundreds would decide on the limits of all new structures. So limits are not
 above those that 1 % would exceed if the measures were log-normally distributed, with the median and
@@ -29,6 +35,22 @@ SHARE, MOST = 0.01, 0.05
 ROUNDING = 1e-6
 #: Samples of the standard deviation of posterior members, in which it scatters as predicted ones.
 _SAMPLES = 16
+
+
+def element_scales(novelty: Float64Array) -> Float64Array:
+    """Return what the novelties of the atoms of each element are relative to: (S,).
+
+    Parameters
+    ----------
+    novelty : (n, S) array
+        Largest novelty of the atoms of each element, in out-of-bag structures; zero without any.
+    """
+    scales = np.zeros(novelty.shape[1])
+    for k, column in enumerate(novelty.T):
+        if len(values := column[column > 0]):
+            scales[k] = log_normal_limits(values[None], SHARE)[0]
+    scales[scales == 0] = scales.max()  # such as elements whose atoms have no target
+    return np.asarray(np.minimum(scales, novelty.max()))
 
 
 def fit_limits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from qualms.arrays import Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import Baseline
+from qualms.atomistic.extrapolation import ROUNDING
 from qualms.atomistic.kernel_rows import Basis
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.settings import Settings
@@ -209,7 +210,7 @@ class Fitted:
     points: Mapping[str, CalibrationData]  #: out-of-bag points that these were fitted to
     pp_variance: ProjectedVariance | None
     #: largest and mean novelty of the environments of a structure, its own representatives not
-    #: counted, beyond which it is an extrapolation
+    #: counted, beyond which it is an extrapolation; the largest of any element
     training_novelty: tuple[float, float]
     largest_ensemble_std: float  #: largest ensemble standard deviation of an out-of-bag point
     record: Record
@@ -217,6 +218,9 @@ class Fitted:
     #: p of posterior members, or ŝ if there are none, beyond which a structure is an extrapolation;
     #: None in models of earlier versions, in which it is the largest ensemble standard deviation
     std_limit: float | None = None
+    #: novelty of an environment of each element beyond which a structure is an extrapolation; empty
+    #: in models of earlier versions, in which it is the same for all
+    element_novelty: Mapping[int, float] = field(default_factory=dict)
     #: atoms of the largest molecule trained on, and of that with most atoms other than hydrogen
     largest_size: tuple[int, int] | None = None
 
@@ -355,6 +359,22 @@ class Fitted:
         # Column-major: the kernel takes columns of it again and again.
         X = self.representatives.astype(self.representation.basis_dtype, order="F", copy=False)
         return Basis(self.representation.kernel, X, self.kernel_scale, self.per_atom)
+
+    def novelty_limits(self, numbers: IntArray) -> Float64Array:
+        """Return the novelty beyond which environments of atoms (n,) are extrapolations: (n,).
+
+        Parameters
+        ----------
+        numbers : (n,) array of int
+            Atomic numbers at the centres.
+        """
+        common = self.training_novelty[0] + self.novelty_rounding
+        return np.array([self.element_novelty.get(int(z), common) for z in numbers], dtype=float)
+
+    @property
+    def novelty_rounding(self) -> float:
+        """What limits of novelty lack in files of earlier versions."""
+        return ROUNDING if self.std_limit is None else 0.0
 
     def std_of_members(self, members: Float64Array) -> Float64Array:
         """Return the standard deviation of members (n, N_R) that `std_limit` is a limit of: (n,).

@@ -81,6 +81,9 @@ class ModelDocument(Document):
     calibrations: dict[str, ModelCalibrationDocument]
     points: dict[str, PointsDocument]
     training_novelty: tuple[_Share, _Share]
+    element_novelty: dict[int, Annotated[float, Field(ge=1e-12, le=1)]] = Field(
+        default_factory=dict
+    )
     largest_ensemble_std: float = Field(ge=0, le=LARGEST)
     std_limit: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
     largest_size: tuple[int, int] | None = None
@@ -123,6 +126,7 @@ def write_model(path: str | Path, fitted: Fitted, *, force: bool) -> None:
             for quantity, points in fitted.points.items()
         },
         training_novelty=fitted.training_novelty,
+        element_novelty=dict(fitted.element_novelty),
         largest_ensemble_std=fitted.largest_ensemble_std,
         std_limit=fitted.std_limit,
         largest_size=fitted.largest_size,
@@ -264,6 +268,8 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         raise ValueError(f"calibrations of {', '.join(document.calibrations)}")
     if not set(document.points) <= set(document.calibrations):
         raise ValueError(f"points of {', '.join(document.points)}")
+    if document.element_novelty and set(document.element_novelty) != set(species):
+        raise ValueError(f"limits of novelty of elements {[*document.element_novelty]}")
     of_atoms = {name for name in quantities if KINDS[name].of_atoms}
     of_atoms |= {TARGET} if document.settings.per_atom else set()
     for quantity, of in document.calibrations.items():
@@ -290,6 +296,7 @@ def _build(document: ModelDocument, tensors: dict[str, Any], r: int) -> Fitted:
         },
         pp_variance=_variance(document, tensors, r),
         training_novelty=document.training_novelty,
+        element_novelty=document.element_novelty,
         largest_ensemble_std=document.largest_ensemble_std,
         std_limit=document.std_limit,
         largest_size=document.largest_size,

@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, whole_blocks
 from qualms.atomistic.baseline import Baseline
 from qualms.atomistic.census import Census, TrainingSet
+from qualms.atomistic.extrapolation import ROUNDING
 from qualms.atomistic.forces import (
     KernelTerm,
     fill_rows,
@@ -475,8 +476,8 @@ class Rows:
     sample: TrainingSet  #: structures whose rows are kept
     center: float  #: mean of the target less the baseline
     k_xx: Float64Array  #: (n,): diagonal of the scaled kernel, of kept rows of the target
-    #: largest and mean novelty of the environments of each structure of the sample, (n, 2), for
-    #: numbers of representatives
+    #: mean novelty of the environments of each structure of the sample, and the largest of each
+    #: element, (n, 1 + S), for numbers of representatives
     novelty: dict[int, Float64Array]
 
     def leading(self, r: int) -> Rows:
@@ -529,7 +530,7 @@ class PartSums:
 
     sums: dict[str, dict[int, RowSums]]  #: by quantity and block
     diagonal: float  #: sum of the diagonal of the kernel, over the rows of the target
-    novelty: list[Float64Array]  #: (n_structures, n_sizes, 2): of several chunks
+    novelty: list[Float64Array]  #: (n_structures, n_sizes, 1 + S): of several chunks
     #: rows of the target, of its derivatives, and diagonal, of structures that are kept
     kept: list[tuple[Float64Array, Float64Array, Float64Array]]
 
@@ -605,9 +606,9 @@ def whitened_rows(
     Phi : (N, r) array
     diagonal : (n,) array
         Of the kernel, for the rows of the target.
-    novelty : (n_structures, n_sizes, 2) array
-        Largest and mean novelty of the environments of each structure, for numbers of
-        representatives, those of the group of the structure left out.
+    novelty : (n_structures, n_sizes, 1 + S) array
+        Mean novelty of the environments of each structure, and the largest of each element (zero
+        without), for numbers of representatives, those of the group of the structure left out.
     """
     representation = task.representation
     X_M = task.representatives.features.astype(representation.basis_dtype, copy=False)
@@ -617,8 +618,9 @@ def whitened_rows(
     # All environments that novelty is measured with, or those of nested models.
     sizes = [len(X_M)] if is_label else task.sizes
     K = np.zeros((data.n_rows, len(task.functions)))
-    diagonal, novelty = np.empty(n), np.empty((len(data.source), len(task.sizes), 2))
-    structure = row = 0
+    diagonal, species = np.empty(n), np.array(representation.species)
+    novelty = np.empty((len(data.source), len(task.sizes), 1 + len(species)))
+    structure = row = environment = 0
     blocks = feature_blocks(
         representation,
         data,
@@ -630,11 +632,16 @@ def whitened_rows(
         here = slice(structure, structure + len(offsets) - 1)
         each = np.empty((len(block), len(sizes)))
         rows = basis.rows(block, offsets, sizes=sizes, novelty=each, own=same_group[here])
-        novelty[here] = structure_novelty(each, offsets)
+        centers = data.center_species[environment : environment + len(block)]
+        each = np.maximum(each, ROUNDING)
+        novelty[here, :, 0] = structure_novelty(each, offsets)[..., 1]
+        of_elements = np.where((centers[:, None] == species)[:, None], each[:, :, None], 0.0)
+        novelty[here, :, 1:] = structure_novelty(of_elements, offsets)[..., 0]
         if not is_label:
             K[row : row + len(rows)] = rows
         diagonal[row : row + len(rows)] = basis.prior_variance(block, offsets)
         structure, row = here.stop, row + len(rows)
+        environment += len(block)
     if isinstance(task.functions, LabelFunctions):
         _fill_label_rows(K, data, representation, task.functions)
     elif data.derivatives is not None:

@@ -28,7 +28,6 @@ from ase.data import chemical_symbols
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.baseline import atom_design, structure_design
 from qualms.atomistic.delta import BaselinePotential
-from qualms.atomistic.extrapolation import ROUNDING
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.forces import Potential, derivatives
 from qualms.atomistic.kernel_rows import structure_novelty
@@ -496,12 +495,12 @@ def predict_chunk(
         contributions = [learned[a:b] for a, b in edges]
     novelty = reasons = atom_novelty = None
     if raw.novelty is not None:
-        limits = np.array(fitted.training_novelty)
-        if fitted.std_limit is None:  # perhaps of an earlier version
-            limits += ROUNDING
-        of_structures = structure_novelty(raw.novelty, offsets) / limits
-        novelty = of_structures[:, 0]
-        atom_novelty = [raw.novelty[a:b] / limits[0] for a, b in edges]
+        relative = raw.novelty / fitted.novelty_limits(chunk.center_species)
+        novelty = structure_novelty(relative, offsets)[:, 0]
+        mean = structure_novelty(raw.novelty, offsets)[:, 1]
+        mean /= fitted.training_novelty[1] + fitted.novelty_rounding
+        of_structures = np.stack([novelty, mean], axis=1)
+        atom_novelty = [relative[a:b] for a, b in edges]
         reasons = _reasons(chunk, raw.members, of_structures, atom_novelty)
     target, process = learned, raw.process
     if process is not None:

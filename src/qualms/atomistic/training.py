@@ -38,7 +38,14 @@ from qualms.arrays import BoolArray, Float64Array, IntArray
 from qualms.atomistic.baseline import Baseline, anchors, fit_baseline, row_space, spans
 from qualms.atomistic.census import Census, TrainingSet, take_census, thinned
 from qualms.atomistic.delta import BaselinePotential, calculator_version
-from qualms.atomistic.extrapolation import ROUNDING, fit_limits, is_largest, scattered, sizes_of
+from qualms.atomistic.extrapolation import (
+    ROUNDING,
+    element_scales,
+    fit_limits,
+    is_largest,
+    scattered,
+    sizes_of,
+)
 from qualms.atomistic.fitted import (
     Fitted,
     ProjectedVariance,
@@ -989,10 +996,11 @@ def largest_std(points: CalibrationData | None, settings: Settings) -> float:
 
 def find_limits(
     points: CalibrationData | None, rows: Rows, settings: Settings
-) -> tuple[tuple[float, float], float | None]:
-    """Return the limits of novelty, and of p or ŝ, that few of the out-of-bag structures exceed.
+) -> tuple[Float64Array, float, float | None]:
+    """Return the limits that few of the out-of-bag structures exceed.
 
-    Without points, those of novelty alone.
+    They are those of the largest novelty of each element, of the mean, and of p or ŝ: None without
+    points.
 
     Parameters
     ----------
@@ -1002,13 +1010,15 @@ def find_limits(
     settings : Settings
     """
     sample, novelty = rows.sample, rows.novelty[len(rows.functions)]
-    novelty = np.minimum(novelty + ROUNDING, 1.0)
+    novelty = np.where(novelty > 0, np.minimum(novelty + ROUNDING, 1.0), 0.0)
+    scales = element_scales(novelty[:, 1:])
+    novelty = np.stack([(novelty[:, 1:] / scales).max(axis=1), novelty[:, 0]], axis=1)
     largest = None
     if not sample.per_atom:
         largest = is_largest(sizes_of(sample.composition, sample.species, sample.periodic))
     if points is None:
-        of_novelty = fit_limits([*novelty.T], largest)
-        return (of_novelty[0], of_novelty[1]), None
+        limit, of_mean = fit_limits([*novelty.T], largest)
+        return np.minimum(limit * scales, 1.0), of_mean, None
     std, n_drawn = points.ensemble_std, settings.n_drawn
     if settings.n_subsampled and points.posterior_std is not None:
         std = points.posterior_std
@@ -1026,8 +1036,8 @@ def find_limits(
     measures = [np.tile(column, n) for column in novelty[used].T]
     measures.append(np.concatenate([of[used] for of in stds]))
     all_largest = None if largest is None else np.tile(largest[used], n)
-    *of_novelty, limit = fit_limits(measures, all_largest, n)
-    return (of_novelty[0], of_novelty[1]), limit
+    limit, of_mean, of_std = fit_limits(measures, all_largest, n)
+    return np.minimum(limit * scales, 1.0), of_mean, of_std
 
 
 def check_labels(
@@ -1094,7 +1104,7 @@ def calibrate(
         )
         check_labels(out_of_bag, sample.copies, sample.source, per_atom=sample.per_atom)
         spreads = {name: _spread(of, rows.kept.y[:, 0]) for name, of in out_of_bag.items()}
-        training_novelty, std_limit = find_limits(points.get(TARGET), rows, settings)
+        element_limits, mean_limit, std_limit = find_limits(points.get(TARGET), rows, settings)
     settings = settings.model_copy(update={"calibration": method})
     rng = np.random.default_rng([settings.seed, _POSTERIOR_STREAM])
     members = ensemble.weights[:, None]
@@ -1121,7 +1131,8 @@ def calibrate(
         calibrations=calibrations,
         points=points,
         pp_variance=_projected_variance(ensemble, settings),
-        training_novelty=training_novelty,
+        training_novelty=(float(element_limits.max()), mean_limit),
+        element_novelty=dict(zip(representation.species, element_limits.tolist(), strict=True)),
         largest_ensemble_std=largest_std(points.get(TARGET), settings),
         record=_record(problem, ensemble, points, spreads, centre, size_curve, stages),
         provenance=Provenance(
