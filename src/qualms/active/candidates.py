@@ -20,12 +20,9 @@ from qualms.active.posterior import Rows, read_features, read_rows
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.predictions import not_predicted
 from qualms.atomistic.settings import make_settings, with_representation
-from qualms.atomistic.structures import (
-    check_structures,
-    fingerprints,
-    symbols_of,
-)
+from qualms.atomistic.structures import fingerprints
 from qualms.errors import InputError
 from qualms.features.base import Problem, stream_features
 from qualms.features.densities import find_neighbours
@@ -145,24 +142,6 @@ def _with_reasons(
             reason = seen.get(print_) or clash(atoms)
             seen.setdefault(print_, f"is the same as structure {i}")
         yield i, atoms, reason
-
-
-def not_predicted(atoms: Atoms, fitted: Fitted | None) -> str:
-    """Return why a structure cannot be predicted, if it cannot."""
-    try:
-        check_structures([atoms])
-    except InputError as error:
-        return str(error).removeprefix("Structure 0 ").rstrip(".")
-    if fitted is None:
-        return ""
-    if others := {*atoms.numbers.tolist()} - {*fitted.representation.species}:
-        return f"contains {symbols_of(sorted(others))}, which the model does not know"
-    try:
-        if not fitted.per_atom:
-            fitted.baseline.check_compositions([atoms])
-    except InputError:
-        return f"is {atoms.symbols}, a composition without a baseline"
-    return ""
 
 
 def clash(atoms: Atoms) -> str:

@@ -19,11 +19,12 @@ from ase import Atoms, units
 from ase.md.langevin import Langevin
 from ase.md.nptberendsen import NPTBerendsen
 
-from qualms.active.candidates import clash, not_predicted
+from qualms.active.candidates import clash
 from qualms.active.settings import Explore, LearnSettings
 from qualms.arrays import Float64Array
 from qualms.ase import Calculator, UncertaintyError
 from qualms.atomistic.model import AtomisticModel
+from qualms.atomistic.predictions import not_predicted
 from qualms.errors import InputError, QualmsError
 
 #: Keys of what is known about an explored structure. The standard deviation is the root mean

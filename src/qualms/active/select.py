@@ -25,11 +25,12 @@ import numpy as np
 from ase import Atoms
 from scipy.stats import chi2
 
-from qualms.active.candidates import Candidates, not_predicted, read_candidates
+from qualms.active.candidates import Candidates, read_candidates
 from qualms.active.posterior import make_posterior, read_rows
 from qualms.arrays import BoolArray, Float64Array, FloatArray, IntArray, check_integer, check_number
 from qualms.atomistic.fitted import Fitted
 from qualms.atomistic.model import AtomisticModel, structures_of
+from qualms.atomistic.predictions import not_predicted
 from qualms.atomistic.quantities import TARGET
 from qualms.atomistic.structures import FrameFiles, file_of, readable, symbols_of
 from qualms.errors import InputError, counted, unknown_choice, warn

@@ -418,6 +418,26 @@ def centers_of(numbers: IntArray, fitted: Fitted) -> IntArray:
 # --- one prediction -------------------------------------------------------------------------------
 
 
+def not_predicted(atoms: Atoms, fitted: Fitted | None) -> str:
+    """Return why a structure cannot be predicted, if it cannot; without a model, by anyone."""
+    try:
+        check_structures([atoms])
+    except InputError as error:
+        return str(error).removeprefix("Structure 0 ").rstrip(".")
+    if fitted is None:
+        return ""
+    if others := {*atoms.numbers.tolist()} - {*fitted.representation.species}:
+        return f"contains {symbols_of(sorted(others))}, which the model does not know"
+    if fitted.per_atom:
+        has_centers = len(centers_of(atoms.numbers, fitted))
+        return "" if has_centers else "has no atom whose property is predicted"
+    try:
+        fitted.baseline.check_compositions([atoms])
+    except InputError:
+        return f"is {atoms.symbols}, a composition without a baseline"
+    return ""
+
+
 class _Raw(NamedTuple):
     """Members before calibration, and novelty."""
 

@@ -30,7 +30,6 @@ import psutil
 from ase import Atoms
 from ase.data import chemical_symbols
 
-from qualms.active.candidates import not_predicted
 from qualms.arrays import Float64Array
 from qualms.atomistic.bulk import Output, Predicted, predict_batches
 from qualms.atomistic.evaluation import (
@@ -41,6 +40,7 @@ from qualms.atomistic.evaluation import (
     remarks_about,
 )
 from qualms.atomistic.model import AtomisticModel, summarize
+from qualms.atomistic.predictions import not_predicted
 from qualms.atomistic.structures import (
     FrameFiles,
     iter_frames,
@@ -188,10 +188,15 @@ class Desk:
 
     # --- predictions ---
 
+    def _problems(self, model: AtomisticModel) -> dict[int, str]:
+        """Return why structures cannot be predicted, by their numbers."""
+        reasons = [not_predicted(atoms, model.fitted) for atoms in self._frames]
+        return {i: _plain(f"It {reason}.") for i, reason in enumerate(reasons) if reason}
+
     def _predict(
         self, model: AtomisticModel, name: str, task: dict[str, Any], caught: list[Any]
     ) -> Iterator[Event]:
-        problems = {i: text for i, a in enumerate(self._frames) if (text := problem(model, a))}
+        problems = self._problems(model)
         usable = [(i, atoms) for i, atoms in enumerate(self._frames) if i not in problems]
         has_volume = any(int(atoms.cell.rank) == 3 for _, atoms in usable)
         forces = model.fitted.settings.has_forces
@@ -322,9 +327,10 @@ class Desk:
         from qualms.report.structure_map import views_of_model
         from qualms.report.tables import interval_table
 
-        frames = [a for a in self._frames if not problem(model, a)]
+        problems = self._problems(model)
+        frames = [atoms for i, atoms in enumerate(self._frames) if i not in problems]
         if not frames:
-            raise InputError(problem(model, self._frames[0]), parameter="frames")
+            raise InputError(problems[0], parameter="frames")
         evaluations = evaluate(model, frames, unknown_species="skip")
         if not evaluations:
             message = "No structure has a reference value that can be evaluated."
@@ -406,15 +412,6 @@ def read_upload(name: str, content: bytes, folder: Path) -> list[Atoms]:
                 )
             frames.append(atoms)
     return frames
-
-
-def problem(model: AtomisticModel, atoms: Atoms) -> str:
-    """Return why a structure cannot be predicted; an empty text if it can."""
-    if text := not_predicted(atoms, model.fitted):
-        return _plain(f"It {text}.")
-    if model.fitted.per_atom and not len(model.target_atoms([atoms])[0]):
-        return f"It has no atom whose {model.settings.target} is predicted."
-    return ""
 
 
 def _limit_memory(size: int) -> None:
