@@ -269,6 +269,12 @@ def test_dropped_files_and_errors(browser, served, folder):
     browser.find_element(By.ID, "paste").send_keys("2\n\nC 0 0 0\nO 1.13 0 0\n")
     browser.find_element(By.ID, "predict").click()
     wait_for(lambda: "CO" in text(browser, "title") and "±" in text(browser, "value"))
+    # What is shown remains, with its file, after a file that cannot be read.
+    browser.execute_script(DROP, "1\nnothing\n", "c.xyz")
+    wait_for(lambda: "c.xyz" in text(browser, "error"))
+    browser.execute_script("selectAtom(1)")
+    wait_for(lambda: "Numbers in" in text(browser, "atom"))
+    assert "pasted.xyz" in browser.find_element(By.ID, "link").get_attribute("href")
     assert browser.execute_script("return window.alerted") is None
     assert browser.find_elements(By.CSS_SELECTOR, "#results img, main script") == []
     loaded = browser.execute_script(

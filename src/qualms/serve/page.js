@@ -4,8 +4,8 @@
 const TOKEN = new URLSearchParams(location.search).get("token");
 const MOST_ROWS = 300;
 const PALETTE = "viridis";
-const state = { models: [], model: null, file: null, result: null, current: 0, atom: null, chosen: new Set(), color: null, arrows: false };
-let running = null, viewer = null, nearViewer = null, drawn = {};
+const state = { models: [], model: null, given: null, file: null, result: null, current: 0, atom: null, chosen: new Set(), color: null, arrows: false };
+let running = null, assessing = null, viewer = null, nearViewer = null, drawn = {};
 
 const $ = (id) => document.getElementById(id);
 
@@ -41,7 +41,7 @@ const headers = (more) => ({ Authorization: `Bearer ${TOKEN}`, ...more });
 
 // Returns the result of a task on the file; `advance` is called with what is known of its progress.
 async function run(task, parameters, file, signal, advance = () => {}) {
-  const query = new URLSearchParams({ model: state.model.name, name: file.name, ...parameters });
+  const query = new URLSearchParams({ model: file.model, name: file.name, ...parameters });
   const response = await fetch(`api/${task}?${query}`, { method: "POST", headers: headers({ Accept: "application/x-ndjson" }), body: file.content, signal });
   if (!response.ok) throw new Error((await response.json()).error.message);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -95,11 +95,13 @@ async function working(what, work) {
   }
 }
 
-async function predict(file, view = {}) {
-  state.file = file;
+// What is shown remains, with its file and its model, unless another prediction succeeds.
+async function predict(given, view = {}) {
+  state.given = given;
+  const file = { ...given, model: state.model.name };
   const result = await working(`Predicting ${file.name} …`, (signal, advance) => run("predict", {}, file, signal, advance));
   if (!result) return;
-  Object.assign(state, { result, current: 0, atom: null, chosen: new Set() }, view);
+  Object.assign(state, { file, result, current: 0, atom: null, chosen: new Set() }, view);
   state.current = Math.min(state.current, result.structures.length - 1);
   $("status").textContent = `${result.structures.length === 1 ? "1 structure" : `${result.structures.length} structures`} of ${result.name}.`;
   $("results").hidden = false;
@@ -315,7 +317,9 @@ function drawNear(one) {
   if (!window.Chemiscope) return;
   nearViewer ??= newViewer(near, []);
   const { structure, environments } = geometry(one.geometry);
-  nearViewer.load(structure, undefined, { environments, trajectory: false, highlight: one.atom });
+  nearViewer.load(structure, undefined, { environments, trajectory: false });
+  nearViewer._viewer.zoom(0.8);
+  nearViewer.highlight(one.atom);
 }
 
 // --- figures ---
@@ -367,13 +371,14 @@ function drawSpectra() {
     const low = Math.min(...values.map((v, k) => v - 3 * errors[k])), high = Math.max(...values.map((v, k) => v + 3 * errors[k]));
     const grid = Array.from({ length: 400 }, (_, k) => low + (high - low) * k / 399);
     const density = grid.map((at) => values.reduce((sum, v, k) => sum + Math.exp(-0.5 * ((at - v) / (errors[k] || 1e-9)) ** 2) / (errors[k] || 1e-9), 0));
-    const x = scale(low, high, 30, 470), y = scale(0, density.reduce((a, b) => Math.max(a, b), 0), 150, 20);
+    const x = scale(low, high, 30, 455), y = scale(0, density.reduce((a, b) => Math.max(a, b), 0), 150, 20);
+    const top = (k) => 30 + 8 * (k % 8); // so that bars do not cover one another
     const svg = make("svg", { viewBox: "0 0 480 200", role: "img", "aria-label": `Spectrum of ${element}: ${atoms.length} values from ${brief(Math.min(...values))} to ${brief(Math.max(...values))} ${state.result.units}` });
     const ticks = [0, 1, 2, 3, 4].map((k) => low + (high - low) * k / 4);
     axes(svg, x, y, [30, 470, 150], withUnits(`${state.result.target} of ${element}`, state.result.units && `/ ${state.result.units}`), "", ticks.map((at) => [at, number(at, (high - low) / 20)]), []);
     svg.append(make("polygon", { class: "band", points: `${x(low)},150 ${grid.map((at, k) => `${x(at)},${y(density[k])}`).join(" ")} ${x(high)},150` }),
-      ...values.map((v, k) => make("line", { class: "line", x1: x(v), x2: x(v), y1: 150, y2: 60 }, make("title", {}, `atom ${atoms[k]}: ${plusMinus(v, errors[k])}`))),
-      ...values.map((v, k) => make("line", { class: "line", x1: x(v - errors[k]), x2: x(v + errors[k]), y1: 60, y2: 60 })));
+      ...values.map((v, k) => make("line", { class: "line", x1: x(v), x2: x(v), y1: 150, y2: top(k) }, make("title", {}, `atom ${atoms[k]}: ${plusMinus(v, errors[k])}`))),
+      ...values.map((v, k) => make("line", { class: "line", x1: x(v - errors[k]), x2: x(v + errors[k]), y1: top(k), y2: top(k) })));
     spectra.push(make("figure", {}, svg, make("figcaption", {}, `Sticks at the predictions, with bars of ±σ; the area is the sum of their distributions.`)));
   }
   $("spectra").replaceChildren(...spectra);
@@ -432,6 +437,8 @@ function drawRanking() {
 // --- reference values ---
 
 async function assess(file) {
+  if (assessing) assessing.abort();
+  const own = assessing = new AbortController();
   const known = state.result.structures.some((s) => s.reference !== undefined || s.references);
   $("evaluation").hidden = !known;
   document.querySelector("[data-format=html]").disabled = !known;
@@ -440,15 +447,16 @@ async function assess(file) {
   const place = $("assessment");
   place.replaceChildren(make("p", { class: "note" }, "Comparing with the reference values …"));
   try {
-    const { quantities, remarks } = await run("evaluate", {}, file);
-    if (state.file !== file) return;
+    const { quantities, remarks } = await run("evaluate", {}, file, own.signal);
     place.replaceChildren(...Object.values(quantities).flatMap((one) => [
       make("h3", {}, one.target),
       make("div", { class: `assessment ${one.assessment.grade}`, role: "note" }, make("p", {}, one.assessment.sentence), make("p", {}, one.assessment.details.join(" "))),
       make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Scores of ${one.target}` }, table(`Scores of ${one.target}`, one.scores.headers, one.scores.rows.map((cells) => row(cells))))]),
     make("ul", { class: "remarks" }, ...remarks.map((text) => make("li", {}, text))));
   } catch (error) {
-    if (state.file === file) place.replaceChildren(make("p", {}, error.message));
+    if (own === assessing) place.replaceChildren(make("p", {}, error.message));
+  } finally {
+    if (own === assessing) assessing = null;
   }
 }
 
@@ -468,7 +476,7 @@ const through = async (bytes, stream) => new Uint8Array(await new Response(new B
 
 // The link has the file itself, if that is small.
 async function updateLink() {
-  const file = state.file, view = { model: state.model.name, name: file.name, structure: state.current, color: drawn.color };
+  const file = state.file, view = { model: file.model, name: file.name, structure: state.current, color: drawn.color };
   if (state.atom !== null) view.atom = state.atom;
   if (state.arrows) view.arrows = 1;
   if (state.chosen.size) view.compare = [...state.chosen].join(",");
@@ -522,7 +530,7 @@ async function example(numbers) {
 }
 
 function connect() {
-  $("model").addEventListener("change", () => { chooseModel(state.models.find((one) => one.name === $("model").value)); if (state.file) predict(state.file); });
+  $("model").addEventListener("change", () => { chooseModel(state.models.find((one) => one.name === $("model").value)); if (state.given) predict(state.given); });
   $("file").addEventListener("change", () => { choose($("file").files[0]); $("file").value = ""; });
   $("predict").addEventListener("click", () => choose(new File([$("paste").value], "pasted.xyz")));
   $("cancel").addEventListener("click", () => running && running.abort());
