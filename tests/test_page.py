@@ -228,10 +228,15 @@ def test_a_link_repeats_the_view(browser, served, folder):
     color.find_element(By.CSS_SELECTOR, "[value=novelty]").click()
     link = browser.find_element(By.ID, "link")
     wait_for(lambda: "novelty" in link.get_attribute("href"))
-    before = {key: text(browser, key) for key in ("title", "value", "bar-name")}
+    browser.find_element(By.CSS_SELECTOR, "[aria-label='Compare structure 3']").click()
+    browser.find_element(By.CSS_SELECTOR, "[aria-label='Compare structure 0']").click()
+    wait_for(lambda: "compare=3%2C0" in link.get_attribute("href"))
+    before = {key: text(browser, key) for key in ("title", "value", "bar-name", "difference")}
     opened(browser, served, "#" + link.get_attribute("href").partition("#")[2])
     wait_for(lambda: shown(browser, "results"))
     assert {key: text(browser, key) for key in before} == before
+    boxes = browser.find_elements(By.CSS_SELECTOR, "#list [aria-label^=Compare]")
+    assert [box.is_selected() for box in boxes] == [True, False, False, True]
     wait_for(lambda: text(browser, "atom").startswith("Atom 3"))
     assert severe(browser) == []
 

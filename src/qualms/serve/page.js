@@ -102,7 +102,10 @@ async function predict(given, view = {}) {
   const result = await working(`Predicting ${file.name} …`, (signal, advance) => run("predict", {}, file, signal, advance));
   if (!result) return;
   Object.assign(state, { file, result, current: 0, atom: null, chosen: new Set() }, view);
+  // A link may be of another file of the same name.
   state.current = Math.min(state.current, result.structures.length - 1);
+  if (state.atom >= selected().n_atoms) state.atom = null;
+  state.chosen = new Set([...state.chosen].filter((i) => result.structures[i]?.value !== undefined));
   $("status").textContent = `${result.structures.length === 1 ? "1 structure" : `${result.structures.length} structures`} of ${result.name}.`;
   $("results").hidden = false;
   $("warnings").replaceChildren(...result.warnings.map((text) => make("li", {}, text)));
@@ -392,7 +395,7 @@ function drawAll() {
   const value = isAtomic() ? [`largest σ of ${target}${units ? `, ${units}` : ""}`] : ["compare", `${target} ± σ${units ? `, ${units}` : ""}`, ...(hasReference ? ["reference", "residual"] : [])];
   const rows = structures.slice(0, MOST_ROWS).map((s) => {
     const open = make("button", { type: "button", click: () => { select(s.index); $("structure").scrollIntoView({ block: "start" }); } }, `${s.index}`);
-    const box = make("input", { type: "checkbox", "aria-label": `Compare structure ${s.index}`, disabled: Boolean(s.problem), change: (event) => { state.chosen[event.target.checked ? "add" : "delete"](s.index); compare(); } });
+    const box = make("input", { type: "checkbox", "aria-label": `Compare structure ${s.index}`, disabled: Boolean(s.problem), checked: state.chosen.has(s.index), change: (event) => { state.chosen[event.target.checked ? "add" : "delete"](s.index); compare(); updateLink(); } });
     const domain = make("span", { class: s.problem || s.extrapolates ? "out" : "in", title: s.problem || s.reasons.join("; ") }, s.problem ? "not predicted" : s.extrapolates ? "out" : "in");
     if (isAtomic()) return row([open, s.formula, s.problem ? "–" : brief(Math.max(...s.atoms.property_uncertainty.filter((v) => v !== null))), domain], { "data-index": s.index });
     return row([open, s.formula, box, s.problem ? "–" : plusMinus(s.value, s.uncertainty),
@@ -418,7 +421,6 @@ function compare() {
   const independent = Math.hypot(a.uncertainty, b.uncertainty);
   place.textContent = withUnits(`Structure ${pair[1]} minus structure ${pair[0]}: ${plusMinus(mean, error)}`, state.result.units)
     + ` (independent errors: ± ${number(independent, independent)}).`;
-  updateLink();
 }
 
 function drawRanking() {
@@ -494,7 +496,8 @@ async function follow() {
   const link = new URLSearchParams(location.hash.slice(1));
   if (!link.has("name") || !state.models.length) return;
   const model = state.models.find((one) => one.name === link.get("model"));
-  if (model) chooseModel(model);
+  if (!model) { $("error").textContent = `There is no model ${link.get("model")}: name it after qualms serve, too.`; return; }
+  chooseModel(model);
   const integer = (name) => /^\d{1,9}$/.test(link.get(name) ?? "") ? Number(link.get(name)) : null;
   const view = { current: integer("structure") ?? 0, atom: integer("atom"), color: link.get("color"), arrows: link.has("arrows"), chosen: new Set((link.get("compare") || "").split(",").filter((text) => /^\d{1,9}$/.test(text)).map(Number)) };
   if (!link.has("file")) { wanted = view; $("status").textContent = `Choose the file ${link.get("name")} again.`; return; }
