@@ -255,6 +255,19 @@ def test_forged_metadata_are_rejected(stored, tmp_path, change):
     assert_rejected(path)
 
 
+def test_a_full_disk_is_an_error_of_the_file(tmp_path):
+    resource = pytest.importorskip("resource")  # Windows has none
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    arguments = tmp_path / "a", {"a": np.zeros(100_000)}, Settings(alpha=0.1, names=())
+    try:
+        with pytest.raises(StorageError, match="written"):
+            write_tensors(*arguments, **KIND)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not os.listdir(tmp_path)
+
+
 def test_values_of_forged_files_are_checked(stored, tmp_path):
     for values in (np.array([np.nan]), np.zeros(3, dtype=np.float16), np.array([True])):
         save_file({"a": values}, tmp_path / "a", metadata_of(stored))

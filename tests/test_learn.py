@@ -21,8 +21,9 @@ from atomistic_fixtures import SMOOTH, labelled_alloys
 from checks import rejects
 
 from qualms import AtomisticModel, QualmsWarning
-from qualms.active import MissingLabelsError, learn, make_learn_settings
+from qualms.active import MissingLabelsError, learn, loop, make_learn_settings
 from qualms.active.loop import AUDIT, ID, KIND, REASON, ROUND, SELECTED
+from qualms.atomistic.labels import find_label
 from qualms.atomistic.structures import fingerprints, read_frames
 
 MODEL = {
@@ -42,9 +43,10 @@ class Counting(Calculator):
 
     implemented_properties = ["energy", "forces", "stress"]  # noqa: RUF012
 
-    def __init__(self, log="", fails=0, sleep=0.0, factor=1.0):
+    def __init__(self, log="", fails=0, sleep=0.0, factor=1.0, shift=0.0):
         super().__init__()
         self.log, self.fails, self.sleep, self.factor = log, fails, sleep, factor
+        self.shift = shift
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         super().calculate(atoms, properties, system_changes)
@@ -55,6 +57,7 @@ class Counting(Calculator):
         for name in ("energy", "forces"):
             self.results[name] = self.factor * self.results[name]
         digits = int(1e6 * abs(self.results["energy"]))
+        self.results["energy"] += self.shift * (digits % 2)
         if self.fails and digits % self.fails == 0:
             kind = digits // self.fails % 3
             if kind == 0:
@@ -72,6 +75,17 @@ def made_by_a_user(calculator, seed, n=20):
     for atoms in labelled_alloys(n, seed=100 + seed):
         atoms.positions += 0.02 * rng.normal(size=atoms.positions.shape)
         yield atoms
+
+
+def made_of_nothing(calculator, seed):
+    """A mistake of a user."""
+    return 7
+
+
+def made_with_a_mistake(calculator, seed, n=1):
+    """Another one."""
+    yield from made_by_a_user(calculator, seed, n)
+    raise RuntimeError("a mistake")
 
 
 @pytest.fixture(autouse=True)
@@ -261,9 +275,38 @@ def test_failed_calculations_are_listed(entries, tmp_path):
     assert all(np.isfinite(a.arrays["force"]).all() for a in data(entries))
 
 
+def test_nonsense_is_not_learned(entries):
+    """Energies that are far from all that the model can mean."""
+    label = {"arguments": {"shift": -1e3}, "compare": 0}
+    last = run(with_(entries, label=label))[-1]
+    assert 2 <= len(last.failed) <= 10
+    assert all("max_energy" in str(a.info[REASON]) for a in last.failed)
+    assert all(abs(find_label(a, "energy", False)[0]) < 100 for a in last.bought)
+
+
+def test_if_all_calculations_fail_the_loop_stops(entries):
+    entries = with_(entries, label={"arguments": {"shift": 0.0, "fails": 1}, "compare": 0})
+    with rejects("label"):
+        run(entries)
+    assert len(data(entries, "failed.xyz")) == 6
+    # When the cause is gone, the same command goes on.
+    repaired = with_(entries, label={"arguments": {}})
+    last = run(repaired)[-1]
+    assert (len(last.bought), len(last.failed)) == (6, 6)
+
+
+def test_structures_without_labels_are_left_out(entries, start, tmp_path):
+    frames = read_frames(start)
+    frames[3].arrays["force"][0, 0] = np.nan
+    ase.io.write(tmp_path / "some.xyz", frames, format="extxyz")
+    settings = make_learn_settings(with_(entries, start=str(tmp_path / "some.xyz"), budget=1))
+    with pytest.warns(QualmsWarning, match="left out"):
+        assert next(learn(settings)).record["labels"] == 15
+
+
 def test_a_calculation_that_ends_its_process_is_not_started_for_ever(entries):
     entries = with_(entries, budget=3, batch=3)
-    loop = learn(make_learn_settings(entries))
+    again = learn(make_learn_settings(entries))
     folder = Path(entries["directory"])
     run(with_(entries, label={"arguments": {"sleep": 0.0}}))
     # As if the process had ended during the second label, five times.
@@ -277,7 +320,7 @@ def test_a_calculation_that_ends_its_process_is_not_started_for_ever(entries):
     (folder / "round-001").rmdir()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", QualmsWarning)
-        last = list(loop)[-1]
+        last = list(again)[-1]
     assert [a.info[ID] for a in last.failed] == ["r0s1"]
     assert "5 times" in last.failed[0].info[REASON]
 
@@ -377,6 +420,18 @@ def test_a_loop_that_is_killed_ten_times_goes_on(entries, tmp_path):
 # --- labels by hand ---
 
 
+def stored_once(store):
+    """The method, which is interrupted when it is called again."""
+    calls = []
+
+    def interrupted(self, *arguments):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(store(self, *arguments))
+
+    return interrupted
+
+
 def test_labels_by_hand(entries, tmp_path):
     entries = with_(entries, budget=6, batch=3, label=None)
     del entries["label"]
@@ -390,6 +445,9 @@ def test_labels_by_hand(entries, tmp_path):
             asked = read_frames(error.path)
         with pytest.raises(MissingLabelsError):
             run(entries)  # nothing happens until they are there
+        # In the first round, three of the start are compared.
+        n_start = sum(str(atoms.info[ID]).startswith("start") for atoms in asked)
+        assert (n_start, len(asked)) == ((3, 6) if n_rounds == 0 else (0, 3))
         answers = []
         for atoms in asked:
             copy = atoms.copy()
@@ -406,6 +464,24 @@ def test_labels_by_hand(entries, tmp_path):
             ase.io.write(folder / "labelled.xyz", [*answers, wrong], format="extxyz")
             with rejects("label"):
                 run(entries)
+            other_units = [atoms.copy() for atoms in answers]
+            without = [atoms.copy() for atoms in answers]
+            for atoms, other in zip(without, other_units, strict=True):
+                other.arrays["force"] *= 0.037
+                del atoms.arrays["force"]
+            for bad in (other_units, without):
+                ase.io.write(folder / "labelled.xyz", bad, format="extxyz")
+                with rejects("label"):
+                    run(entries)
+            assert not data(entries)
+            assert not data(entries, "failed.xyz")
+            # Killed when the first of three labels was stored.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(loop._Loop, "_store", stored_once(loop._Loop._store))
+                ase.io.write(folder / "labelled.xyz", answers, format="extxyz")
+                with pytest.raises(KeyboardInterrupt):
+                    run(entries)
+            assert len(data(entries)) == 1
         # The last is not computed in the second round.
         ase.io.write(folder / "labelled.xyz", answers[::-1][n_rounds:], format="extxyz")
         n_rounds += 1
@@ -472,6 +548,11 @@ def test_the_command(entries, tmp_path, monkeypatch, capsys, no_figures):
         ({"explore": {"pool": "a.xyz", "callable": "a:b"}}, "explore"),
         ({"explore": {"callable": "no path"}}, "explore"),
         ({"explore": {"callable": "test_learn:nothing"}}, "explore"),
+        ({"explore": {"callable": "test_learn:made_of_nothing"}}, "explore"),
+        ({"explore": {"callable": "test_learn:made_with_a_mistake"}}, "explore"),
+        ({"explore": {"callable": "test_learn:made_by_a_user", "arguments": {"m": 1}}}, "explore"),
+        ({"explore": {"structures": "gold.xyz"}}, "explore"),
+        ({"explore": {"temperatures": []}}, "explore"),
         ({"explore": {"pressure": 1.0, "structures": "molecule.xyz"}}, "explore"),
         ({"explore": {"structures": "clashing.xyz"}}, "explore"),
         ({"explore": {"pool": "empty.xyz"}}, "path"),

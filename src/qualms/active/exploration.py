@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from qualms.arrays import Float64Array
 from qualms.ase import Calculator, UncertaintyError
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import not_predicted
+from qualms.atomistic.structures import symbols_of
 from qualms.errors import InputError, QualmsError
 
 #: Keys of what is known about an explored structure. The standard deviation is the root mean
@@ -72,11 +74,15 @@ def bare(atoms: Atoms, **info: Any) -> Atoms:
     return new
 
 
-def check_start(atoms: Atoms, number: int) -> None:
-    """Reject a structure where no walker can start."""
-    if reason := clash(atoms):
+def check_start(atoms: Atoms, number: int, species: set[int]) -> None:
+    """Reject a structure where no walker can start, with elements of the labels or without."""
+    if others := {*atoms.numbers.tolist()} - species:
+        reason = f"contains {symbols_of(sorted(others))}, of which the start has no labels"
+    else:
+        reason = not_predicted(atoms, None) or clash(atoms)
+    if reason:
         raise InputError(
-            f"Structure {number} of `explore.structures` {reason}: a walker cannot start there.",
+            f"Structure {number} of those where walkers start {reason}: none can start there.",
             parameter="explore",
         )
 
@@ -180,19 +186,22 @@ def _rms(values: Float64Array) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def look_at(model: AtomisticModel, frames: Iterable[Atoms], settings: LearnSettings) -> Explored:
+def look_at(
+    model: AtomisticModel, frames: Iterable[tuple[int, Atoms]], settings: LearnSettings
+) -> Explored:
     """Return structures of a pool, or of a user, with their uncertainties.
 
     Parameters
     ----------
     model : AtomisticModel
-    frames : iterable of Atoms
+    frames : iterable of (int, Atoms)
+        With their numbers, in reasons.
     settings : LearnSettings
     """
     explored, reasons = Explored(), list[str]()
     watch = settings.watch.watch(_noting(reasons))
     calculator = Calculator(model, watch, annotate=False)
-    for number, original in enumerate(frames):
+    for number, original in frames:
         reasons.clear()
         if reason := not_predicted(original, model.fitted):
             explored.stops.append(bare(original, **{BEYOND: f"Structure {number} {reason}."}))
@@ -215,14 +224,21 @@ def yielded(model: AtomisticModel, settings: LearnSettings, seed: int) -> Iterat
     explore = settings.explore
     make = load_callable(str(explore.callable))
     calculator = Calculator(model, annotate=False)
-    for atoms in make(calculator, seed, **explore.arguments):
-        if not isinstance(atoms, Atoms):
-            raise InputError(
-                f"`callable` of `explore`, {explore.callable}, yields a "
-                f"{type(atoms).__name__}, not ase.Atoms.",
-                parameter="explore",
-            )
-        yield atoms
+    try:
+        for atoms in make(calculator, seed, **explore.arguments):
+            if not isinstance(atoms, Atoms):
+                raise TypeError(f"it yields a {type(atoms).__name__}, not ase.Atoms")
+            yield atoms
+    except QualmsError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = "" if last.filename == __file__ else f", {last.filename}, line {last.lineno}"
+        raise InputError(
+            f"`callable` of `explore`, {explore.callable}, fails ({type(error).__name__}: "
+            f"{error}{where}).",
+            parameter="explore",
+        ) from error
 
 
 def load_callable(path: str) -> Callable[..., Iterable[Atoms]]:

@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,12 +43,13 @@ from qualms.active.exploration import (
     Explored,
     bare,
     check_start,
+    load_callable,
     look_at,
     walk,
     yielded,
 )
 from qualms.active.select import select
-from qualms.active.settings import LearnSettings
+from qualms.active.settings import Label, LearnSettings
 from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic.delta import Result, checked, compute_values, load_calculator
 from qualms.atomistic.evaluation import out_of_bag_scores
@@ -75,6 +76,7 @@ _log = logging.getLogger("qualms")
 #: Keys of a bought label: its identity, how it was chosen, and what was predicted before.
 ID, KIND, ROUND, REASON = (f"learn_{name}" for name in ("id", "kind", "round", "reason"))
 FORCES, FORCES_STD, FORCES_DOF = "learn_forces", "learn_forces_std", "learn_forces_dof"
+ENERGY, ENERGY_STD = "learn_energy", "learn_energy_std"
 #: Key of the root mean square σ of what was explored in the round.
 EXPLORED_STD = "learn_explored_std"
 SELECTED, AUDIT = "selected", "audit"
@@ -82,8 +84,14 @@ SELECTED, AUDIT = "selected", "audit"
 _NEXT, _PICOSECONDS, _STOP = "learn_next", "learn_picoseconds", "learn_stop"
 #: Files that a person who computes labels reads and writes.
 TO_LABEL, LABELLED = "to_label.xyz", "labelled.xyz"
+#: Identity of a structure of the start that is labelled by hand again.
+_START = "start{}"
 #: Times that a calculation may end with its process, before it is not started again.
 _MOST_ATTEMPTS = 5
+#: Calculations that are a reason to stop if all of them fail.
+_MANY = 3
+#: Times σ that an energy is from the prediction, at least, if it is wrong.
+_FAR = 10
 #: Å by which positions in files of other programs may be rounded.
 _ROUNDED = 1e-3
 #: Labels of the start and of the calculator may differ by so much of the target error.
@@ -316,9 +324,13 @@ class _Loop:
                 f"forces under {self.forces!r}. The loop starts from labelled structures.",
                 parameter="start",
             )
+        if n := len(self.start) - len(labelled):
+            warn(
+                f"{counted(n, 'structure')} of the start {'has' if n == 1 else 'have'} no energy "
+                "or no forces, or they are not finite: left out."
+            )
         self.start = labelled
-        for number, atoms in enumerate(self._walkers(0)):
-            check_start(atoms, number)
+        self._check_explored()
         digest = data_digest(fingerprints(self.start))
         begun = state.of("begin")
         if begun and begun[0]["start"] != digest:
@@ -327,6 +339,14 @@ class _Loop:
                 "hand to a new start, and give another directory.",
                 parameter="start",
             )
+        if s.label.potential is not None:
+            try:  # a missing package is noticed now
+                load_calculator(s.label.potential.model_dump_json())
+            except InputError as error:
+                error.parameter = "label"
+                raise
+            if some := self._to_compare():
+                self._compare({i: self._compute(bare(self.start[i])) for i in some})
         given = s.model_dump(mode="json")
         if not begun:
             state.note("begin", start=digest, n_start=len(self.start), settings=given)
@@ -335,13 +355,17 @@ class _Loop:
             if changes := _changes(before, given):
                 _log.info("Changed: %s.", "; ".join(changes))
                 state.note("settings", settings=given, changes=changes)
-        if s.label.potential is not None:
-            try:  # a missing package is noticed now
-                load_calculator(s.label.potential.model_dump_json())
-            except InputError as error:
-                error.parameter = "label"
-                raise
-            self._compare()
+
+    def _check_explored(self) -> None:
+        """Reject what cannot be explored, before anything is computed."""
+        explore = self.settings.explore
+        species = {z for atoms in self.start for z in atoms.numbers.tolist()}
+        for number, atoms in enumerate(self._walkers(0)):
+            check_start(atoms, number, species)
+        for path in explore.pool or ():
+            next(iter_frames(path))
+        if explore.callable is not None:
+            load_callable(explore.callable)
 
     @property
     def _has_walkers(self) -> bool:
@@ -368,27 +392,32 @@ class _Loop:
             chosen = [self.start[order[i % len(order)]] for i in range(explore.walkers)]
         return [known.get(i) or bare(atoms) for i, atoms in enumerate(chosen)]
 
-    def _compare(self) -> None:
-        """Compare labels of the start with those of the calculator."""
+    def _to_compare(self) -> list[int]:
+        """Return which structures of the start are computed, to compare labels."""
         label = self.settings.label
-        described = {"calculator": label.calculator, "arguments": label.arguments}
-        if not label.compare or any(e["by"] == described for e in self.state.of("compared")):
-            return
+        if not label.compare or any(e["by"] == self._labeller for e in self.state.of("compared")):
+            return []
         rng = np.random.default_rng([self.settings.seed, 1])
-        some = rng.permutation(len(self.start))[: label.compare]
+        return [int(i) for i in rng.permutation(len(self.start))[: label.compare]]
+
+    @property
+    def _labeller(self) -> dict[str, Any]:
+        label = self.settings.label
+        return {"calculator": label.calculator, "arguments": label.arguments}
+
+    def _compare(self, results: Mapping[int, Result]) -> None:
+        """Compare labels of the start with those that are computed, or reject these."""
+        by = self.settings.label.calculator or LABELLED
         energies, forces, size = [], [], 0.0
-        for i in some.tolist():
-            atoms = self.start[i]
-            result = _compute(bare(atoms), label.potential.model_dump_json(), False, np.inf)  # type: ignore[union-attr]
-            known = self._label(atoms)
+        for i, result in results.items():
+            known = self._label(self.start[i])
             assert known is not None
             if isinstance(result, str):
                 raise InputError(
-                    f"The calculator {label.calculator} has no values for structure {i} of the "
-                    f"start ({result}).",
+                    f"{by} has no values for structure {i} of the start ({result}).",
                     parameter="label",
                 )
-            energies.append((float(result["energy"]) - known[0]) / len(atoms))
+            energies.append((float(result["energy"]) - known[0]) / len(self.start[i]))
             forces.append(np.ravel(result["forces"] - known[1]))
             size = max(size, float(np.sqrt(np.mean(known[1] ** 2))))
         rmse = float(np.sqrt(np.mean(np.concatenate(forces) ** 2)))
@@ -397,13 +426,13 @@ class _Loop:
         if rmse > most or off > most:  # per atom, and for 1 Å
             what = f"by {rmse:.2g} eV/Å in the forces (of {size:.2g}) and {off:.2g} eV per atom"
             raise InputError(
-                f"Labels of the start differ from those of {label.calculator} {what} (RMS of "
-                f"{counted(len(some), 'structure')}): more than a third of the target error, "
+                f"Labels of the start differ from those of {by} {what} (RMS of "
+                f"{counted(len(results), 'structure')}): more than a third of the target error, "
                 f"{self.settings.target_error:g} eV/Å. It is another method, or other units, or "
                 "the labels have too much noise for this target. Use labels of one method.",
                 parameter="label",
             )
-        self.state.note("compared", by=described, forces_rmse=rmse, energy_rmse=off)
+        self.state.note("compared", by=self._labeller, forces_rmse=rmse, energy_rmse=off)
 
     # --- a round ---
 
@@ -527,9 +556,10 @@ class _Loop:
                         failed = self.state.frames("failed.xyz")
                         known |= set(fingerprints([a for a in failed if a.info[ROUND] < number]))
                         pool = (a for path in s.explore.pool for a in iter_frames(path))
-                        found = look_at(model, _new(pool, known), s)
+                        found = look_at(model, _new(enumerate(pool), known), s)
                     else:
-                        found = look_at(model, yielded(model, s, s.seed + number), s)
+                        made = yielded(model, s, s.seed + number)
+                        found = look_at(model, enumerate(made), s)
                     _write_walker(path, found)
             explored.append(_read_walker(path))
         return explored
@@ -685,7 +715,7 @@ class _Loop:
             if len(pool) < n - len(audit) and self._has_walkers:
                 pool += [atoms for atoms in stops if not clash(atoms)]
             known = [*self.start, *bought, *audit]
-            pool = [*_new(iter(pool), set(fingerprints(known)))]
+            pool = [atoms for _, atoms in _new(enumerate(pool), set(fingerprints(known)))]
             n_selected = min(n - len(audit), len(pool))
             selected: list[Atoms] = []
             if n_selected > 0:
@@ -712,8 +742,8 @@ class _Loop:
                 kind = AUDIT if rank < len(audit) else SELECTED
                 marked = bare(atoms, **{k: v for k, v in atoms.info.items() if "learn_" in str(k)})
                 marked.info |= {ID: _identity(number, rank), KIND: kind, ROUND: number}
-                marked.info["learn_energy"] = float(predicted.mean[rank])
-                marked.info["learn_energy_std"] = float(predicted.std[rank])
+                marked.info[ENERGY] = float(predicted.mean[rank])
+                marked.info[ENERGY_STD] = float(predicted.std[rank])
                 marked.info[EXPLORED_STD] = record["expected"]
                 if predicted.forces.dof is not None and np.isfinite(predicted.forces.dof):
                     marked.info[FORCES_DOF] = float(predicted.forces.dof)
@@ -754,19 +784,33 @@ class _Loop:
                 self._store(atoms, f"the process ended during it, {_MOST_ATTEMPTS} times")
             else:
                 tasks.append(atoms)
-        text = label.potential.model_dump_json()
-        for atoms, result in self._results(tasks, text):
+        for atoms, result in self._results(tasks):
             self._store(atoms, result)
+        failed = {a.info[ID]: a.info[REASON] for a in state.frames("failed.xyz")}
+        reasons = [failed.get(atoms.info[ID]) for atoms in chosen]
+        if missing and len(chosen) >= _MANY and all(reasons):
+            raise InputError(
+                f"All {len(chosen)} calculations of round {number} failed, the last with: "
+                f"{reasons[-1]}. Find the cause; the same command then goes on with other "
+                "structures.",
+                parameter="label",
+            )
 
-    def _results(self, tasks: Sequence[Atoms], text: str) -> Iterator[tuple[Atoms, Result]]:
+    def _compute(self, atoms: Atoms) -> Result:
+        assert self.settings.label.potential is not None
+        text = self.settings.label.potential.model_dump_json()
+        return _compute(atoms, text, self.settings.model.stress is not None)
+
+    def _results(self, tasks: Sequence[Atoms]) -> Iterator[tuple[Atoms, Result]]:
         """Yield structures and their labels, as they are computed."""
-        label, stress = self.settings.label, self.settings.model.stress is not None
-        arguments = text, stress, label.max_force
+        label = self.settings.label
         if self.executor is None and label.workers == 1:
             for atoms in tasks:
                 self.state.note("computing", id=atoms.info[ID])
-                yield atoms, _compute(atoms, *arguments)
+                yield atoms, self._compute(atoms)
             return
+        assert label.potential is not None
+        arguments = label.potential.model_dump_json(), self.settings.model.stress is not None
         executor = self.executor or processes(label.workers)
 
         def noted() -> Iterator[Atoms]:
@@ -779,6 +823,7 @@ class _Loop:
     def _store(self, atoms: Atoms, result: Result) -> None:
         """Add a label to the data, or a failure to the list of them."""
         labelled: Atoms = atoms.copy()  # type: ignore[no-untyped-call]
+        result = _sensible(result, atoms, self.settings.label)
         if isinstance(result, str):
             labelled.info[REASON] = result
             self.state.add("failed.xyz", labelled)
@@ -807,18 +852,38 @@ class _Loop:
         """Take labels from the file of a person, or ask for them."""
         folder = self.state.folder
         asked, given = folder / TO_LABEL, folder / LABELLED
+        some = self._to_compare()
+        again = {_START.format(i): bare(self.start[i]) for i in range(len(self.start))}
         if missing and not given.exists():
+            wanted = [*((_START.format(i), self.start[i]) for i in some)]
+            wanted += [(a.info[ID], a) for a in missing]
             with atomic_output(asked, force=True, mode="w") as file:
                 # Without predictions, which other programs might take for something else.
-                file.write("".join(xyz_text(bare(a, **{ID: a.info[ID]})) for a in missing))
+                file.write("".join(xyz_text(bare(a, **{ID: name})) for name, a in wanted))
             raise MissingLabelsError(
-                f"{counted(len(missing), 'structure')} of {asked} wait for labels: write them, "
+                f"{counted(len(wanted), 'structure')} of {asked} wait for labels: write them, "
                 f"with {self.target!r} (eV) and {self.forces!r} (eV/Å), to {given}, and run the "
-                "same command again. Structures that are left out are listed as failed.",
+                "same command again. Structures that are left out are listed as failed."
+                + (f" The first {len(some)}, of the start, are compared." if some else ""),
                 asked,
             )
         if missing:
-            results = self._read_by_hand(given, missing)
+            names = {atoms.info[ID]: atoms for atoms in chosen}
+            results = self._read_by_hand(given, again | names)
+            if all(isinstance(result, str) for result in results.values()):
+                raise InputError(
+                    f"No structure of {given} has {self.target!r} and {self.forces!r} that are "
+                    "finite.",
+                    parameter="label",
+                )
+            compared = {i: results[name] for i in some if (name := _START.format(i)) in results}
+            if compared:
+                self._compare(compared)
+            elif some:
+                warn(
+                    f"{given} has no structure of the start: whether the labels agree with those "
+                    "of the start is not known."
+                )
             for atoms in missing:
                 identity = atoms.info[ID]
                 self._store(atoms, results.get(identity, f"it is not in {LABELLED}"))
@@ -826,16 +891,17 @@ class _Loop:
             given.rename(self.state.round(number) / LABELLED)
         asked.unlink(missing_ok=True)
 
-    def _read_by_hand(self, path: Path, missing: Sequence[Atoms]) -> dict[str, Result]:
-        """Return the labels of a file, by the structures that they were asked for."""
+    def _read_by_hand(self, path: Path, names: Mapping[str, Atoms]) -> dict[str, Result]:
+        """Return the labels of a file, by the names of structures that may be there."""
         results: dict[str, Result] = {}
         for i, atoms in enumerate(read_frames(path)):
-            some = [a for a in missing if ID not in atoms.info or a.info[ID] == atoms.info[ID]]
-            match = next((a for a in some if _is_same(a, atoms)), None)
+            name = atoms.info.get(ID)
+            some = names if name is None else {name: names[name]} if name in names else {}
+            match = next((key for key, a in some.items() if _is_same(a, atoms)), None)
             if match is None:
                 raise InputError(
                     f"Structure {i} of {path} is none of those of {TO_LABEL}: keep elements, their "
-                    f"order, positions and cell{' , and ' + ID if ID not in atoms.info else ''}.",
+                    f"order, positions and cell{'' if name is None else f', and {ID}'}.",
                     parameter="label",
                 )
             label = self._label(atoms)
@@ -846,25 +912,31 @@ class _Loop:
                 stress = self.settings.model.stress
                 if stress is not None and (hit := find_label(atoms, stress, False)):
                     result["stress"] = voigt(*hit)
-                result = _sensible(result, self.settings.label.max_force)
-            results[match.info[ID]] = result
+            results[match] = result
         return results
 
 
-def _compute(atoms: Atoms, text: str, stress: bool, max_force: float) -> Result:
+def _compute(atoms: Atoms, text: str, stress: bool) -> Result:
     """Return the label of a structure, or why there is none; on a worker, perhaps."""
     names = {"energy", "forces"} | ({"stress"} if stress and atoms.cell.rank == 3 else set())
     (result,) = compute_values(([bare(atoms)], [names]), text)
-    return _sensible(checked(result, atoms, names), max_force)
+    return checked(result, atoms, names)
 
 
-def _sensible(result: Result, max_force: float) -> Result:
+def _sensible(result: Result, atoms: Atoms, label: Label) -> Result:
     """Return a label, or that it is nonsense."""
     if isinstance(result, str):
         return result
     largest = float(np.linalg.norm(result["forces"], axis=1).max())
-    if largest > max_force:
-        return f"a force of {largest:.3g} eV/Å, more than max_force ({max_force:g})"
+    if largest > label.max_force:
+        return f"a force of {largest:.3g} eV/Å, more than max_force ({label.max_force:g})"
+    energy, std = (atoms.info[key] for key in (ENERGY, ENERGY_STD))
+    error = abs(float(result["energy"]) - energy)
+    if error > max(label.max_energy * len(atoms), _FAR * std):
+        return (
+            f"an energy {error / len(atoms):.3g} eV per atom from the prediction, more than "
+            f"max_energy ({label.max_energy:g})"
+        )
     return result
 
 
@@ -923,11 +995,11 @@ def _is_same(one: Atoms, other: Atoms) -> bool:
     )
 
 
-def _new(frames: Iterator[Atoms], known: set[bytes]) -> Iterator[Atoms]:
+def _new(frames: Iterable[tuple[int, Atoms]], known: set[bytes]) -> Iterator[tuple[int, Atoms]]:
     """Yield structures that are not known."""
-    for atoms in frames:
+    for number, atoms in frames:
         if fingerprints([atoms])[0] not in known:
-            yield atoms
+            yield number, atoms
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:

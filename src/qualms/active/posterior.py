@@ -50,6 +50,8 @@ _N_NOVEL = 500
 _N_FROM, _BLOCK = 20_000, 200
 #: Prior variance of representatives, relative to the largest, that is rounding.
 _RTOL = 1e-10
+#: The same of novel environments, given the representatives, whose factor is float32.
+_RTOL_NOVEL = 1e-6
 
 
 class Rows(NamedTuple):
@@ -201,9 +203,10 @@ def make_posterior(model: AtomisticModel, labelled: Sequence[Atoms], structures:
         X = X[columns]
         P = _precision(model, labelled, X, L, s2)
     novel = [x[0] for x in structures.novel if x.shape[1]]
+    none = np.empty((0, 0))
+    without = Posterior(model, X, columns, L, P, s2, np.empty((len(X), 0)), none)
     if not novel:
-        none = np.empty((0, 0))
-        return Posterior(model, X, columns, L, P, s2, np.empty((len(X), 0)), none)
+        return without
     environments = np.concatenate(novel)
     if len(environments) > _N_FROM:
         some = np.random.default_rng(0).permutation(len(environments))[:_N_FROM]
@@ -213,9 +216,17 @@ def make_posterior(model: AtomisticModel, labelled: Sequence[Atoms], structures:
     further = environments[farthest_points(environments, n, n_first=len(X)).indices[len(X) :]]
     K_Mk = _kernel(fitted, X, further)
     half = cholesky_whiten(L, K_Mk)
-    left = whiten(_kernel(fitted, further, further) - half.T @ half, rtol=_RTOL)
-    of_novel = scipy.linalg.solve_triangular(L, half, lower=True, trans="T")[:, left.pivots]
-    X = np.concatenate([X, further[left.pivots]])
+    K = _kernel(fitted, further, further)
+    largest = float(np.diag(K).max())
+    K -= half.T @ half
+    # Some may be described by the representatives, up to rounding.
+    beyond = np.flatnonzero(np.diag(K) > _RTOL_NOVEL * largest)
+    if not len(beyond):
+        return without
+    left = whiten(K[np.ix_(beyond, beyond)], rtol=_RTOL_NOVEL, scale=largest)
+    taken = beyond[left.pivots]
+    of_novel = scipy.linalg.solve_triangular(L, half, lower=True, trans="T")[:, taken]
+    X = np.concatenate([X, further[taken]])
     return Posterior(model, X, columns, L, P, s2, of_novel, left.factor)
 
 

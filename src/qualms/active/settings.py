@@ -182,6 +182,12 @@ class Label(_Entries):
         "float",
         "A calculation with a larger force on an atom, in eV/Å, is taken to be wrong.",
     )
+    max_energy: _Positive = _entry(
+        1.0,
+        "float",
+        "A calculation whose energy differs from the prediction by more, in eV per atom, and by "
+        "more than ten standard deviations, is taken to be wrong.",
+    )
     compare: int = _entry(
         3,
         "int",

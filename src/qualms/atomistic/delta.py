@@ -163,7 +163,7 @@ def checked(result: Result, atoms: Atoms, names: set[str]) -> Result:
         if result[name].shape != _shapes(atoms)[name]:
             return f"{name} of shape {result[name].shape}"
         if not np.isfinite(result[name]).all():
-            return f"{name} that is not finite"
+            return f"{name} with NaN or infinite values"
     return result
 
 

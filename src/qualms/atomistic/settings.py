@@ -633,7 +633,12 @@ def first_problem(error: ValidationError, kind: type[BaseModel], parameter: str 
     ]
     if problem["type"] == "missing":
         return InputError(f"`{name}` is missing; it is required.", parameter=parameter)
-    for words, better in (("String should have", "a string of"), ("a integer", "an integer")):
+    for words, better in (
+        ("String should have", "a string of"),
+        ("Value should have", "a list of"),
+        ("Tuple should have", "a list of"),
+        ("a integer", "an integer"),
+    ):
         expected = [text.replace(words, better) for text in expected]
     choices = re.findall(r"'([^']*)'", " ".join(expected))
     value = problem["input"]

@@ -104,7 +104,7 @@ class Whitening:
         return solved.reshape(w.shape)
 
 
-def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
+def whiten(K_MM: FloatArray, *, rtol: float | None = None, scale: float | None = None) -> Whitening:
     """Factorise the kernel of the representatives, dropping those that are numerically null.
 
     Cholesky with complete pivoting: at each step the representative of largest prior variance,
@@ -124,6 +124,9 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
     rtol : float, optional
         M times the rounding unit of float64 by default. If the kernel rows that will be whitened
         are float32, take about 1e-6: rounding of these rows is amplified by ``rtol ** -0.5``.
+    scale : float, optional
+        Variance that rounding is relative to, instead of the largest diagonal: that before others
+        were projected out.
     """
     K_MM = np.array(K_MM, dtype=np.float64, order="F")
     if K_MM.ndim != 2 or K_MM.shape[0] != K_MM.shape[1] or K_MM.size == 0:
@@ -140,6 +143,7 @@ def whiten(K_MM: FloatArray, *, rtol: float | None = None) -> Whitening:
             f"{largest:.3g}. Are all features zero?"
         )
     rtol = len(K_MM) * np.finfo(np.float64).eps if rtol is None else rtol
+    largest = largest if scale is None else scale
     # The factor of D K D is D L: a decreasing D changes the order of the pivots, and the threshold
     # of those that are dropped by one percent, but not the kernel that L stands for.
     priority = np.sqrt(np.linspace(1.0, 0.99, len(K_MM)))

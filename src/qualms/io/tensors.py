@@ -102,7 +102,10 @@ def write_tensors(
     metadata = {"format": format, "version": str(version), "document": text}
     metadata["checksum"] = checksum(metadata, stored)
     with atomic_path(path, force=force) as temporary:
-        save_file(stored, temporary, metadata=metadata)
+        try:
+            save_file(stored, temporary, metadata=metadata)
+        except SafetensorError as error:  # that of a full disk, too, is no OSError
+            raise StorageError(path, f"the file cannot be written ({error})") from error
 
 
 def read_tensors(
