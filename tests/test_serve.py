@@ -563,6 +563,24 @@ def test_workers_that_have_ended_are_replaced(served, folder):
     assert predict(served, folder, "energy")["structures"]
 
 
+def test_a_worker_that_ends_while_it_predicts(served, folder):
+    frames = ase.io.read(folder / "energy.xyz", ":") * 100
+    query = urlencode({"token": served.token})
+    body, accept = b"".join(map(_xyz, frames)), {"Accept": "application/x-ndjson"}
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
+    connection.request("POST", f"/api/predict?{query}", body, accept)
+    answer = connection.getresponse()
+    while json.loads(answer.readline())["event"] != "progress":
+        pass
+    for process in served.processes():
+        process.kill()
+    last = json.loads(answer.read().splitlines()[-1])
+    connection.close()
+    assert last["event"] == "error"
+    assert "has ended" in last["message"]
+    assert predict(served, folder, "energy")["structures"]
+
+
 # --- reports, errors, and the library ---
 
 

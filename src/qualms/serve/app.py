@@ -135,12 +135,14 @@ class Worker:
                         raise WorkerError(f"It took more than {seconds:.0f} s.", "limit")
                     yield {"event": "waiting", "seconds": round(seconds, 1)}, b""
                     continue
-                line, waiting = waiting.result(), None
-                if not line:
+                try:
+                    line, waiting = waiting.result(), None
+                    event = json.loads(line)
+                    body = await stdout.readexactly(event.pop("size"))
+                except (ValueError, asyncio.IncompleteReadError) as error:
                     message = "The process that read or predicted it has ended: it needs too much"
-                    raise WorkerError(f"{message} memory, or the file is damaged.", "limit")
-                event = json.loads(line)
-                body = await stdout.readexactly(event.pop("size"))
+                    message += " memory, or the file is damaged."
+                    raise WorkerError(message, "limit") from error
                 has_read = True
                 if event["event"] == "error":
                     raise WorkerError(event["message"], event["kind"])
@@ -168,7 +170,7 @@ class Pool:
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
         self._free = asyncio.Condition()
-        self._starting = 0
+        self._starting = self._failed = 0
         self._number = 0
         self.models: list[dict[str, Any]] | None = None
         self.error: WorkerError | None = None
@@ -191,12 +193,18 @@ class Pool:
                 self._idle.append(worker)
             else:  # closed in the meantime
                 await worker.kill()
-        except WorkerError as error:
-            self.error = error
+            self._failed = 0
+        except (WorkerError, OSError) as error:
+            self._failed += 1
+            # The system may have ended one that could load the models.
+            if self.models is None or self._failed > 1:
+                self.error = WorkerError(str(error), "limit")
             self._end(worker)
         finally:
             self._starting -= 1
         await self._notify()
+        if self._failed == 1 and self.models is not None:
+            self.fill()
 
     def _end(self, worker: Worker) -> None:
         self._all.discard(worker)
@@ -221,7 +229,7 @@ class Pool:
         """Yield the events of a task; a worker whose task ends otherwise is killed."""
         await self.ready()
         digest = hashlib.sha256(task["name"].encode() + b"\0" + content).digest()
-        started = time.monotonic()
+        started, self.error = time.monotonic(), None  # that of a worker which has ended since
         while (worker := await self._take(digest)) is None:
             yield {"event": "waiting", "seconds": round(time.monotonic() - started, 1)}, b""
         self.fill()  # so that the next need not wait
