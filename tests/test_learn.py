@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -62,6 +63,8 @@ class Counting(Calculator):
             kind = digits // self.fails % 3
             if kind == 0:
                 raise RuntimeError("did not converge")
+            if kind == 1 and multiprocessing.parent_process() is not None:
+                os._exit(1)
             self.results["forces"] = self.results["forces"] * (np.nan if kind == 1 else 1e6)
         if self.log:
             with open(self.log, "a") as file:
@@ -273,6 +276,27 @@ def test_failed_calculations_are_listed(entries, tmp_path):
     run(entries)
     assert log.read_text() == before
     assert all(np.isfinite(a.arrays["force"]).all() for a in data(entries))
+
+
+def test_a_worker_that_ends_is_the_failure_of_one_calculation(entries):
+    label = {"arguments": {"fails": 2}, "compare": 0, "workers": 2}
+    last = run(with_(entries, label=label))[-1]
+    reasons = [str(atoms.info[REASON]) for atoms in last.failed]
+    assert len(last.bought) + len(last.failed) == 12
+    assert 0 < sum("process" in reason for reason in reasons) < len(reasons)
+    attempts = [entry["id"] for entry in events(with_(entries), "computing")]
+    assert max(attempts.count(identity) for identity in attempts) <= 2
+
+
+def test_files_that_others_have_changed(entries):
+    run(with_(entries, budget=3, batch=3))
+    folder = Path(entries["directory"])
+    for name in ("data.xyz", "events.jsonl"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"x" + content[1:])
+        with rejects("directory"):
+            run(with_(entries, budget=3, batch=3))
+        (folder / name).write_bytes(content)
 
 
 def test_nonsense_is_not_learned(entries):

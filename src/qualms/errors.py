@@ -36,6 +36,10 @@ class InputError(QualmsError, ValueError):
         return partial(type(self), parameter=self.parameter), self.args
 
 
+class WorkersError(QualmsError):
+    """Workers, or their scheduler, ended."""
+
+
 class NumericalError(QualmsError, ArithmeticError):
     """A computation cannot be carried out to a meaningful accuracy."""
 

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from joblib.externals.loky import get_reusable_executor
 from threadpoolctl import threadpool_limits
 
-from qualms.errors import InputError, QualmsError, QualmsWarning
+from qualms.errors import InputError, QualmsWarning, WorkersError
 
 #: Packages whose versions must be the same everywhere: they determine features and results.
 PACKAGES = ("qualms", "dscribe", "featomic", "sevenn", "mace-torch", "metatomic-torch")
@@ -269,7 +269,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _end_of_workers() -> Iterator[None]:
-    """Turn the end of workers, or of their scheduler, into a `QualmsError`."""
+    """Turn the end of workers, or of their scheduler, into a `WorkersError`."""
     try:
         yield
     except Exception as error:
@@ -279,7 +279,7 @@ def _end_of_workers() -> Iterator[None]:
             raise
         first_line = str(error).partition("\n")[0]
         reason = ": ".join(filter(None, [type(error).__name__, first_line]))
-        raise QualmsError(
+        raise WorkersError(
             f"A worker, or the scheduler, ended ({reason}). It may have run out of memory: use "
             "fewer workers or threads, and check their logs."
         ) from error

@@ -63,7 +63,7 @@ from qualms.atomistic.structures import (
     read_frames,
 )
 from qualms.calibration.sequential import CalibrationTest, calibration_scores, structure_means
-from qualms.errors import InputError, QualmsError, counted, warn
+from qualms.errors import InputError, QualmsError, WorkersError, counted, warn
 from qualms.evaluation import Evaluation
 from qualms.execution import as_workers, processes
 from qualms.io.files import append, atomic_output
@@ -185,11 +185,18 @@ class _State:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("data.xyz", "failed.xyz"):
-            _drop_incomplete(folder / name, _complete_frames)
-        _drop_incomplete(folder / "events.jsonl", _complete_lines)
-        lines = self._text("events.jsonl").splitlines()
-        self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        name = "events.jsonl"
+        try:
+            _drop_incomplete(folder / name, _complete_lines)
+            lines = self._text(name).splitlines()
+            self.events: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            for name in ("data.xyz", "failed.xyz"):
+                _drop_incomplete(folder / name, _complete_frames)
+        except ValueError as error:
+            raise InputError(
+                f"{folder / name} has been changed by another program ({error}). Restore it.",
+                parameter="directory",
+            ) from error
 
     def _text(self, name: str) -> str:
         path = self.folder / name
@@ -483,8 +490,6 @@ class _Loop:
             "time": 0,
         }:
             state.note("round", **record)
-        if end:
-            _log.info("%s", end)
         return Round(
             number,
             model,
@@ -784,8 +789,18 @@ class _Loop:
                 self._store(atoms, f"the process ended during it, {_MOST_ATTEMPTS} times")
             else:
                 tasks.append(atoms)
-        for atoms, result in self._results(tasks):
-            self._store(atoms, result)
+        stored = set[str]()
+        try:
+            for atoms, result in self._results(tasks):
+                self._store(atoms, result)
+                stored.add(atoms.info[ID])
+        except WorkersError:
+            if self.executor is not None:
+                raise
+            # One at a time, the calculation that ends its process is known.
+            for atoms in tasks:
+                if atoms.info[ID] not in stored:
+                    self._store(*self._alone(atoms))
         failed = {a.info[ID]: a.info[REASON] for a in state.frames("failed.xyz")}
         reasons = [failed.get(atoms.info[ID]) for atoms in chosen]
         if missing and len(chosen) >= _MANY and all(reasons):
@@ -795,6 +810,14 @@ class _Loop:
                 "structures.",
                 parameter="label",
             )
+
+    def _alone(self, atoms: Atoms) -> tuple[Atoms, Result]:
+        """Return a structure and its label, or that its calculation ends the process."""
+        try:
+            ((_, result),) = self._results([atoms])
+        except WorkersError:
+            return atoms, "the process ended during it"
+        return atoms, result
 
     def _compute(self, atoms: Atoms) -> Result:
         assert self.settings.label.potential is not None
