@@ -12,7 +12,7 @@ from test_cli import qualms
 
 from qualms import AtomisticModel, QualmsWarning
 from qualms.active import select
-from qualms.active.posterior import displaced, make_posterior, read_rows
+from qualms.active.posterior import displaced, make_posterior, read_features, read_rows
 from qualms.atomistic.forces import fill_rows, kernel_terms
 from qualms.atomistic.labels import ForceLabels
 from qualms.data import qm9
@@ -218,6 +218,19 @@ def test_novel_environments_count(energy_model, molecules):
     )
     np.testing.assert_allclose(selection.std, stds, rtol=1e-3)
     assert selection.indices.tolist() == chosen
+
+
+def test_environments_that_representatives_describe(alloys):
+    """They are none of their own: what is left of their kernel is rounding."""
+    labelled = alloys[:12]
+    model = make_model("energy", units="eV", n_representatives=60, calibration="student")
+    model.fit(labelled)
+    pool = [atoms.copy() for atoms in labelled]
+    for i, atoms in enumerate(pool):
+        atoms.rattle(1e-3, seed=i)
+    rows = read_rows(model, enumerate(pool), forces=False)
+    features = [batch.features[None] for batch, _ in read_features(model.fitted, pool)]
+    assert not make_posterior(model, [], rows._replace(novel=features)).of_novel.size
 
 
 def test_of_rotated_copies_the_first_is_chosen(energy_model, molecules):
