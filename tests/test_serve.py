@@ -42,11 +42,11 @@ PATIENCE = 120
 class Served:
     """`qualms serve`, run as a user does."""
 
-    def __init__(self, *arguments, folder=None):
+    def __init__(self, *arguments, folder=None, browser="--no-browser"):
         command = [sys.executable, "-m", "qualms", "serve", *map(str, arguments)]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            [*command, "--no-browser", "--port", "0"],
+            [*command, browser, "--port", "0"],
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -660,6 +660,27 @@ def test_bad_input(folder, monkeypatch, arguments, tmp_path):
     assert ended.code == 2, ended.err
     assert ended.err.startswith("Error: ")
     assert ended.err.count("\n") == 1
+
+
+def test_a_browser_of_the_terminal_does_not_stop_the_server(tmp_path, monkeypatch):
+    (tmp_path / "report.html").write_text("x")
+    script, seen = tmp_path / "browser.py", tmp_path / "seen"
+    script.write_text(
+        "import sys, time, urllib.request\n"
+        "page = urllib.request.urlopen(sys.argv[1], timeout=20).read()\n"
+        f"open({str(seen)!r}, 'wb').write(page)\n"
+        "time.sleep(5)\n"
+    )
+    monkeypatch.setenv("BROWSER", f"{sys.executable} {script} %s")
+    served = Served(tmp_path, browser="--browser")
+    try:
+        until = time.monotonic() + 20
+        while not (seen.exists() and b"report.html" in seen.read_bytes()):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        assert served.ask("/")[0] == 200
+    finally:
+        served.end()
 
 
 def test_a_damaged_model_ends_the_command(folder, tmp_path):

@@ -107,9 +107,11 @@ def serve(
         terminal.result(url, document={"url": url})
         terminal.info("Ctrl-C ends it.")
         if browser:
+            import threading
             import webbrowser
 
-            webbrowser.open(url)
+            # A browser of the terminal would make the server wait for its end.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     try:
         run(served, host=host, port=port, announce=announce)

@@ -8,9 +8,11 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -156,8 +158,10 @@ class Worker:
     async def kill(self) -> None:
         """End the process and remove its files."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+            # Its own method would take the exit status from asyncio, which then complains.
+            if self.is_running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGKILL)
             await self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
