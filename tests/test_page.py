@@ -26,7 +26,8 @@ return [at.x - scrollX, at.y - scrollY];
 """
 DROP = """
 const transfer = new DataTransfer();
-transfer.items.add(new File([arguments[0]], arguments[1]));
+for (let i = 0; i < arguments.length; i += 2)
+  transfer.items.add(new File([arguments[i]], arguments[i + 1]));
 document.getElementById("drop").dispatchEvent(
   new DragEvent("drop", {dataTransfer: transfer, bubbles: true, cancelable: true}));
 """
@@ -275,6 +276,8 @@ def test_dropped_files_and_errors(browser, served, folder):
     browser.find_element(By.ID, "predict").click()
     wait_for(lambda: "CO" in text(browser, "title") and "±" in text(browser, "value"))
     # What is shown remains, with its file, after a file that cannot be read.
+    browser.execute_script(DROP, "1\n\nC 0 0 0\n", "a.xyz", "1\n\nH 0 0 0\n", "b.xyz")
+    wait_for(lambda: "one file" in text(browser, "error"))
     browser.execute_script(DROP, "1\nnothing\n", "c.xyz")
     wait_for(lambda: "c.xyz" in text(browser, "error"))
     browser.execute_script("selectAtom(1)")
@@ -303,6 +306,16 @@ def test_predicts_without_the_viewer(browser, served, folder):
     finally:
         browser.execute_cdp_cmd("Network.setBlockedURLs", {"urls": []})
         browser.get_log("browser")
+
+
+def test_a_file_that_comes_before_the_model_waits_for_it(browser, folder):
+    served = Served(folder / "energy.safetensors")
+    try:
+        browser.get(served.url)
+        browser.execute_script(DROP, (folder / "energy.xyz").read_text(), "early.xyz")
+        wait_for(lambda: text(browser, "status") == "12 structures of early.xyz.")
+    finally:
+        served.end()
 
 
 def test_reports_are_shown_without_access_to_the_rest(browser, folder, tmp_path):

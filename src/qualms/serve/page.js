@@ -491,6 +491,7 @@ async function updateLink() {
 }
 
 let wanted = null; // a view whose file is too large for its link
+let early = null; // a file that was given before the models were loaded
 
 async function follow() {
   const link = new URLSearchParams(location.hash.slice(1));
@@ -516,13 +517,17 @@ function chooseModel(model) {
   $("examples").hidden = !["H", "C", "N", "O", "F"].every((element) => model.elements.includes(element));
 }
 
-async function choose(file) {
-  const { limits } = state;
-  if (!file || !state.model) return;
+async function choose(...files) {
+  const { limits } = state, [file] = files;
+  if (!file) return;
+  if (files.length > 1) { $("error").textContent = "Choose one file; it may have several structures."; return; }
+  if (!state.model) { early = file; return; }
   if (file.size > limits.bytes) { $("error").textContent = `${file.name} is larger than ${limits.bytes / 1e6} MB, the limit.`; return; }
   const view = wanted || {};
   wanted = null;
-  await predict({ name: file.name, content: new Uint8Array(await file.arrayBuffer()) }, view);
+  let content;
+  try { content = new Uint8Array(await file.arrayBuffer()); } catch { $("error").textContent = `${file.name} is not a file that can be read.`; return; }
+  await predict({ name: file.name, content }, view);
 }
 
 async function example(numbers) {
@@ -534,7 +539,7 @@ async function example(numbers) {
 
 function connect() {
   $("model").addEventListener("change", () => { chooseModel(state.models.find((one) => one.name === $("model").value)); if (state.given) predict(state.given); });
-  $("file").addEventListener("change", () => { choose($("file").files[0]); $("file").value = ""; });
+  $("file").addEventListener("change", () => { choose(...$("file").files); $("file").value = ""; });
   $("predict").addEventListener("click", () => choose(new File([$("paste").value], "pasted.xyz")));
   $("cancel").addEventListener("click", () => running && running.abort());
   $("frame").addEventListener("input", () => select(Number($("frame").value)));
@@ -545,7 +550,7 @@ function connect() {
   const drop = $("drop"), over = (event) => { event.preventDefault(); drop.classList.add("over"); };
   document.addEventListener("dragover", over);
   document.addEventListener("dragleave", () => drop.classList.remove("over"));
-  document.addEventListener("drop", (event) => { event.preventDefault(); drop.classList.remove("over"); choose(event.dataTransfer.files[0]); });
+  document.addEventListener("drop", (event) => { event.preventDefault(); drop.classList.remove("over"); choose(...event.dataTransfer.files); });
   window.addEventListener("hashchange", follow);
 }
 
@@ -563,7 +568,7 @@ async function start() {
     chooseModel(answer.models[0]);
     $("status").textContent = "";
     document.documentElement.dataset.page = "ready";
-    await follow();
+    await (early ? choose(early) : follow());
   } catch (error) { fail(error); }
 }
 
