@@ -309,9 +309,26 @@ def test_token_and_host(served):
     assert served.ask("/api/predict", b"x", token="wrong")[0] == 403
     bearer = {"Authorization": f"Bearer {served.token}"}
     assert served.ask("/api/model", token="", headers=bearer)[0] == 200
-    for host in (f"localhost:{served.port}", "[::1]:80"):
+    for host in (f"localhost:{served.port}", "LocalHost", "[::1]:80"):
         assert served.ask("/", headers={"Host": host})[0] == 200
     assert served.ask("/api/model", b"", method="PUT")[0] == 405
+
+
+def test_other_machines_only_on_request(tmp_path):
+    """With --host: a warning, addresses and the name of this machine, and no other name."""
+    (tmp_path / "report.html").write_text("x")
+    served = Served(tmp_path, "--host", "0.0.0.0")
+    try:
+        name = socket.gethostname()
+        assert served.url.startswith(f"http://{name}:{served.port}/?token=")
+        for host in (name.upper(), "192.0.2.1", "[2001:db8::1]:80", "localhost"):
+            assert served.ask("/", headers={"Host": host})[0] == 200
+        for host in ("evil.example", f"{name}.evil.example", f"evil@{name}", "127.1"):
+            assert served.ask("/", headers={"Host": host})[0] == 403
+    finally:
+        served.process.terminate()
+        errors = served.process.communicate(timeout=PATIENCE)[1]
+    assert "not encrypted" in errors.replace("\n", " ")
 
 
 def test_listens_to_this_machine_only(served):

@@ -300,9 +300,9 @@ class Guard:
 
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
         self._app, self._token = app, token
-        self._names, self._is_local = {"localhost", host}, host in LOCAL
-        if not self._is_local:
-            self._names.add(socket.gethostname())
+        self._is_local = host in LOCAL
+        names = ["localhost"] if self._is_local else ["localhost", host, socket.gethostname()]
+        self._names = {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -329,7 +329,7 @@ class Guard:
         return ""
 
     def _is_known(self, host: str) -> bool:
-        name = re.sub(r":\d+$", "", host).removeprefix("[").removesuffix("]")
+        name = re.sub(r":\d+$", "", host.lower()).removeprefix("[").removesuffix("]")
         try:
             address = ipaddress.ip_address(name)
         except ValueError:
