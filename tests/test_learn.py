@@ -24,7 +24,7 @@ from checks import rejects
 from qualms import AtomisticModel, QualmsWarning
 from qualms.active import MissingLabelsError, learn, loop, make_learn_settings
 from qualms.active.loop import AUDIT, ID, KIND, REASON, ROUND, SELECTED
-from qualms.atomistic.labels import find_label
+from qualms.atomistic.labels import find_label, voigt
 from qualms.atomistic.structures import fingerprints, read_frames
 
 MODEL = {
@@ -225,15 +225,28 @@ def test_structures_of_a_user(entries):
     assert rounds[0].record["explored"] == 8
 
 
-def test_stress_and_pressure(entries, tmp_path, alloys):
+@pytest.mark.parametrize("key", ["stress", "virtual"])
+def test_stress_and_pressure(entries, start, key):
+    frames = read_frames(start)
+    for atoms in frames:
+        xx, yy, zz, yz, xz, xy = atoms.info.pop("virtual")
+        atoms.info[key] = np.array([[xx, xy, xz], [xy, yy, yz], [xz, yz, zz]])
+    ase.io.write(start, frames, format="extxyz")
     explore = {**EXPLORE, "pressure": 0.0, "time": 0.02}
-    model = {**MODEL, "stress": "virtual"}
+    model = {**MODEL, "stress": key}
     entries = with_(entries, budget=3, batch=3, explore=explore, model=model)
     run(entries)
     atoms = data(entries)[0]
     copy = atoms.copy()
     copy.calc = EMT()
-    np.testing.assert_allclose(atoms.info["virtual"], copy.get_stress(), atol=1e-10)
+    stress = voigt(*find_label(atoms, key, False))
+    np.testing.assert_allclose(stress, copy.get_stress(), atol=1e-8)  # digits of the file
+
+
+def test_if_nothing_can_be_selected_audits_are_labelled(entries):
+    with pytest.warns(QualmsWarning, match="audits"):
+        found = next(learn(make_learn_settings(with_(entries, choose={"max_novelty": 1e-6}))))
+    assert {atoms.info[KIND] for atoms in found.bought} == {AUDIT}
 
 
 def test_random_labels_are_all_audits(entries):

@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 from ase import Atoms
+from ase.stress import voigt_6_to_full_3x3_stress
 
 from qualms.active.audit import coverage, upper_bound
 from qualms.active.candidates import clash
@@ -48,7 +49,7 @@ from qualms.active.exploration import (
     walk,
     yielded,
 )
-from qualms.active.select import select
+from qualms.active.select import Selection, select
 from qualms.active.settings import Label, LearnSettings
 from qualms.arrays import Float64Array, IntArray
 from qualms.atomistic.delta import Result, checked, compute_values, load_calculator
@@ -451,6 +452,11 @@ class _Loop:
         explored = self._explore(number, model, bought)
         frames = [atoms for part in explored for atoms in part.frames]
         stops = [atoms for part in explored for atoms in part.stops]
+        if frames and all(BEYOND in atoms.info for atoms in frames):
+            warn(
+                "All structures that were explored are beyond the limits of `watch`, such as: "
+                f"{frames[-1].info[BEYOND]} Limits below the noise of the labels are never kept."
+            )
         failed = [a for a in state.frames("failed.xyz") if a.info[ROUND] < number]
         attempts = len(bought) + len(failed)
         record = self._record(number, bought, frames, stops, explored)
@@ -477,8 +483,8 @@ class _Loop:
         }
         if test.alarm:
             warn(
-                f"Errors of new labels are larger than σ says (e = {test.e_value:.3g}): the "
-                "calibration does not hold for what is explored, nor may the bound."
+                "Errors of new labels are larger than σ says: the calibration does not hold for "
+                "what is explored, nor may the bound."
             )
         record |= {"seconds": {k: round(v, 1) for k, v in self.seconds.items()}, "end": end}
         records = state.records(number)
@@ -538,16 +544,6 @@ class _Loop:
     ) -> list[Explored]:
         """Return what each walker, or another source, came to in a round."""
         s, explored = self.settings, []
-        watch = s.watch.watch("raise")
-        watch.bind(model)
-        # Of the length of a vector, as the limit is.
-        noise = float(np.sqrt(3) * model.record.quantities["forces"].noise)
-        if watch.limits.get("forces", np.inf) < noise:
-            warn(
-                f"The limit of `watch.forces`, {watch.limits['forces']:.3g} eV/Å, is below the "
-                f"noise of the labels as the model sees it, {noise:.3g}: all structures will be "
-                "beyond it."
-            )
         seed = [s.seed, 2, number]
         walkers = self._walkers(number)
         for i in range(max(len(walkers), 1)):
@@ -723,17 +719,25 @@ class _Loop:
             pool = [atoms for _, atoms in _new(enumerate(pool), set(fingerprints(known)))]
             n_selected = min(n - len(audit), len(pool))
             selected: list[Atoms] = []
+            selection: Selection | None = None
             if n_selected > 0:
-                selection = select(
-                    model,
-                    pool,
-                    n_selected,
-                    strategy=s.choose.strategy,
-                    targets=frames if s.choose.strategy == "target" else None,
-                    labelled=known,
-                    max_novelty=s.choose.max_novelty,
-                    seed=s.seed,
-                )
+                try:
+                    selection = select(
+                        model,
+                        pool,
+                        n_selected,
+                        strategy=s.choose.strategy,
+                        targets=frames if s.choose.strategy == "target" else None,
+                        labelled=known,
+                        max_novelty=s.choose.max_novelty,
+                        seed=s.seed,
+                    )
+                except InputError as error:
+                    if error.parameter not in ("pool", "max_novelty"):
+                        raise
+                    warn(f"Nothing but audits can be labelled. {error}")
+                    selection = None
+            if selection is not None:
                 selected = selection.frames
                 if selection.curve is not None and selection.curve[0, 0] > 0:
                     falls = float(selection.curve[-1, 0] / selection.curve[0, 0])
@@ -857,7 +861,8 @@ class _Loop:
         labelled.info[keys["energy"]] = float(result["energy"])
         labelled.arrays[keys["forces"]] = np.asarray(result["forces"])
         if "stress" in result and "stress" in keys:
-            labelled.info[keys["stress"]] = np.asarray(result["stress"])
+            # As a matrix: under "stress" ASE writes six numbers that it cannot read.
+            labelled.info[keys["stress"]] = voigt_6_to_full_3x3_stress(result["stress"])  # type: ignore[no-untyped-call]
         self.state.add("data.xyz", labelled)
         self.state.note("labelled", id=atoms.info[ID])
 
