@@ -606,6 +606,7 @@ def test_the_command(entries, tmp_path, monkeypatch, capsys, no_figures):
         ({"model": 3}, "model"),
         ({"model": {"target": "heat"}}, "start"),
         ({"start": "gold.xyz"}, "start"),
+        ({"start": "three.xyz"}, "start"),
     ],
 )
 def test_bad_input(entries, changes, parameter, tmp_path, monkeypatch, alloys):
@@ -616,6 +617,7 @@ def test_bad_input(entries, changes, parameter, tmp_path, monkeypatch, alloys):
     ase.io.write("clashing.xyz", clashing)
     ase.io.write("gold.xyz", ase.Atoms("Au2", [[0, 0, 0], [0, 0, 2.4]]))
     Path("empty.xyz").write_text("")
+    ase.io.write("three.xyz", alloys[:3], format="extxyz")
     with rejects(parameter):
         run(with_(entries, **changes))
     assert not data(entries)

@@ -64,7 +64,7 @@ from qualms.atomistic.structures import (
     read_frames,
 )
 from qualms.calibration.sequential import CalibrationTest, calibration_scores, structure_means
-from qualms.errors import InputError, QualmsError, WorkersError, counted, warn
+from qualms.errors import CalibrationError, InputError, QualmsError, WorkersError, counted, warn
 from qualms.evaluation import Evaluation
 from qualms.execution import as_workers, processes
 from qualms.io.files import append, atomic_output
@@ -523,7 +523,14 @@ class _Loop:
         if not path.exists():
             with self._timed("train"):
                 model = AtomisticModel.from_settings(settings)
-                model.fit([*self.start, *bought])
+                try:
+                    model.fit([*self.start, *bought])
+                except CalibrationError as error:
+                    raise InputError(
+                        f"{counted(len(self.start) + len(bought), 'labelled structure')} are too "
+                        f"few for a model with uncertainties. Label more for the start. ({error})",
+                        parameter="start",
+                    ) from error
                 model.save(path)
         confirmed = None
         if potential is not None and potential.calculator is not None:
