@@ -28,6 +28,7 @@ import numpy as np
 from ase import Atoms
 
 from benchmarks.bench_forces import (
+    MEMORY,
     Predicted,
     Problem,
     azobenzene,
@@ -59,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qualms, best": {"effort": "best"},
     "qualms, Δ": {"baseline": "tblite:GFN2-xTB"},
 }
-N_SPARSE, MEMORY = 1000, "8GB"
+N_SPARSE = 1000
 #: Force MAE, meV/Å, that is aimed at.
 TARGETS = {
     ("azobenzene", "qualms"): {20: 53.0, 50: 37.0, 200: 24.0, 1000: 14.0},
@@ -195,7 +196,7 @@ def programs() -> dict[str, Callable[[Path, Problem], tuple[Measured, dict[str, 
 
     def qualms(name: str) -> Callable[[Path, Problem], tuple[Measured, dict[str, Predicted]]]:
         return lambda folder, problem: run_qualms(
-            folder, problem, len(problem.train), threads=1, memory=MEMORY, **SETTINGS[name]
+            folder, problem, len(problem.train), threads=1, **SETTINGS[name]
         )
 
     found = {name: qualms(name) for name in ("qualms", "qualms, best")}

@@ -1,4 +1,4 @@
-"""Forces: how good they are, with their uncertainties, and gap_fit beside them.
+"""Forces and their uncertainties, with gap_fit beside them, at equal numbers of sparse points.
 
 Azobenzene comes from the NPZ file of revised MD17 that QUALMS_AZOBENZENE names
 (``rmd17_azobenzene_train_01.npz``, with the test file beside it); 3BPA from the extended XYZ file
@@ -31,16 +31,13 @@ from ase.units import kcal, mol
 
 from benchmarks.bench_gap import ENVIRONMENT, N_THREADS, gap_fit
 from benchmarks.memory import Measured, measure
-from qualms import AtomisticModel
 from qualms.atomistic.structures import read_frames
 
-#: Settings of the models of all structures; the number of representatives is chosen from the data.
-EFFORTS = ("default", "best")
 #: What gap_fit can do in the memory of a small machine: geometries, and numbers of representatives
 #: by problem.
 N_GAP = 200
 SIZES = {"azobenzene": (250, 500, 1000), "3BPA": (500,)}
-ERROR_TARGET, MEMORY = 15.0, "16GB"
+MEMORY = "8GB"
 #: The features of gap_fit.
 AS_GAP = {"preset": "organic", "smoothing": 0.5, "radial_scaling": None, "compression": None}
 
@@ -132,7 +129,6 @@ def run_qualms(
     *,
     forces: bool = True,
     threads: int = N_THREADS,
-    memory: str = MEMORY,
     **settings: Any,
 ) -> tuple[Measured, dict[str, Predicted]]:
     """Train on the first structures, with or without forces, and predict all test sets."""
@@ -147,7 +143,7 @@ def run_qualms(
     write(folder / "train.xyz", problem.train[:n_train])
     common, environment = ["--threads", str(threads), "--quiet", "--force"], on_cores(threads)
     train = [command, "train", folder / "train.xyz", "--config", config]
-    trained = measure([*train, "--memory", memory, "-o", model, *common], env=environment)
+    trained = measure([*train, "--memory", MEMORY, "-o", model, *common], env=environment)
     found = {}
     for name, frames in problem.tests.items():
         write(folder / "test.xyz", frames)
@@ -177,42 +173,6 @@ def errors(frames: Sequence[Atoms], predicted: Predicted) -> list[str]:
         inside = [100 * np.mean(np.abs(z) < k * std) for k in (1.0, 1.96)]
         cells.append(f"{inside[0]:.0f} / {inside[1]:.0f}")
     return cells
-
-
-def accuracy_table(problems: Sequence[Problem], divisor: int) -> dict[str, Any]:
-    """Train on all there is, as users do."""
-    rows = []
-    for problem in problems:
-        n = len(problem.train)
-        for effort in EFFORTS:
-            with tempfile.TemporaryDirectory() as name:
-                trained, found = run_qualms(Path(name), problem, n, effort=effort)
-                record = AtomisticModel.load(Path(name) / "model.safetensors").record
-            for test, predicted in found.items():
-                frames = problem.tests[test]
-                sizes = [effort, record.effective_rank, n, len(frames)]
-                cost = [f"{trained.seconds:.0f}", f"{trained.peak:.0f}"]
-                row = [f"{problem.name}, {test}", *sizes, *errors(frames, predicted), *cost]
-                rows.append(row)
-    return {
-        "title": f"Energies and forces: defaults, {N_THREADS} cores, limit {MEMORY}",
-        "columns": [
-            "test set",
-            "effort",
-            "M chosen",
-            "trained on",
-            "tested on",
-            *ERRORS,
-            "training, s",
-            "peak memory, MiB",
-        ],
-        "rows": rows,
-        "notes": [
-            f"Target: a force MAE of at most {ERROR_TARGET:g} meV/Å on azobenzene. Coverage: "
-            "reference values within σ and within 1.96 σ; nominal 68 / 95 %.",
-            "3BPA is trained on 300 K; mixed T is out of its distribution.",
-        ],
-    }
 
 
 ERRORS = [
@@ -342,14 +302,10 @@ def gap_table(problem: Problem, executable: Path, divisor: int) -> dict[str, Any
 def tables(divisor: int = 1) -> Iterator[dict[str, Any]]:
     """Measure one thing after the other; `divisor` makes them small."""
     found = (azobenzene(divisor), three_bpa(divisor))
-    problems = [problem for problem in found if problem is not None]
-    if problems:
-        yield accuracy_table(problems, divisor)
     executable = gap_fit()
-    if executable is None:
-        return
-    for problem in problems:
-        yield gap_table(problem, executable, divisor)
+    for problem in found if executable is not None else ():
+        if problem is not None:
+            yield gap_table(problem, executable, divisor)
 
 
 def run() -> list[dict[str, Any]]:
