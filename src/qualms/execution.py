@@ -11,7 +11,6 @@ import os
 import socket
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed
 from contextlib import contextmanager
@@ -125,25 +124,9 @@ class Workers:
         *shared
             Further arguments of the function, the same for all parts.
         """
-        executor = self.executor or _ThisProcess()
-        waiting, pending = iter(parts), deque[Future[Any]]()
-        try:
-            with _end_of_workers():
-                while True:
-                    # Workers may join at any time.
-                    limit = 1 if self.executor is None else AHEAD * self.number
-                    for part in islice(waiting, max(limit - len(pending), 0)):
-                        task = function, _process(), self.threads, part, *shared
-                        pending.append(executor.submit(_run, *task))
-                    if not pending:
-                        break
-                    result, messages = pending.popleft().result()
-                    for message in messages:
-                        warnings.warn(message, QualmsWarning, stacklevel=2)
-                    yield result
-        finally:
-            for future in pending:
-                future.cancel()
+        ahead = 1 if self.executor is None else AHEAD
+        for _, result in self._run_each(function, parts, shared, ahead, lambda first, *_: first):
+            yield result
 
     def unordered(
         self, function: Callable[..., Result], parts: Iterable[Part], *shared: Any
@@ -152,20 +135,34 @@ class Workers:
 
         A part is taken when a worker is free: what has been taken is being computed.
         """
+        yield from self._run_each(
+            function, parts, shared, 1, lambda *running: next(as_completed(running))
+        )
+
+    def _run_each(
+        self,
+        function: Callable[..., Result],
+        parts: Iterable[Part],
+        shared: Sequence[Any],
+        ahead: int,
+        choose: Callable[..., Future[Any]],
+    ) -> Iterator[tuple[Part, Result]]:
+        """Yield parts and results; each worker has at most `ahead`, and `choose` takes the next."""
         executor = self.executor or _ThisProcess()
         waiting, running = iter(parts), dict[Future[Any], Part]()
         try:
             with _end_of_workers():
                 while True:
-                    for part in islice(waiting, self.number - len(running)):
+                    # Workers may join at any time, or leave.
+                    for part in islice(waiting, max(ahead * self.number - len(running), 0)):
                         task = function, _process(), self.threads, part, *shared
                         running[executor.submit(_run, *task)] = part
                     if not running:
                         break
-                    future = next(as_completed(running))
+                    future = choose(*running)
                     result, messages = future.result()
                     for message in messages:
-                        warnings.warn(message, QualmsWarning, stacklevel=2)
+                        warnings.warn(message, QualmsWarning, stacklevel=3)
                     yield running.pop(future), result
         finally:
             for future in running:
