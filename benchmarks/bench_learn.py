@@ -106,7 +106,7 @@ def stays_bound(model: AtomisticModel) -> bool:
 
 
 def loop(folder: Path, seed: int, strategy: str) -> dict[str, Any]:
-    """Run the loop of a seed, and return what it said and what is true."""
+    """Run the loop of a seed; return its bound and the error on the xTB trajectory."""
     found = folder / f"{strategy}-{seed}.json"
     if found.exists():
         result: dict[str, Any] = json.loads(found.read_text())

@@ -183,7 +183,7 @@ def near_duplicates(features: FloatArray, of_labelled: FloatArray) -> dict[int, 
 
 
 def _cost(i: int, atoms: Atoms, cost: str | Sequence[float] | None) -> float:
-    """Return what the label of a structure costs."""
+    """Return the cost of the label of a structure."""
     if cost is None:
         return 1.0
     if isinstance(cost, str):

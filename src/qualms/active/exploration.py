@@ -22,12 +22,12 @@ from ase.md.nptberendsen import NPTBerendsen
 
 from qualms.active.candidates import clash
 from qualms.active.settings import Explore, LearnSettings
-from qualms.arrays import Float64Array
 from qualms.ase import Calculator, UncertaintyError
 from qualms.atomistic.model import AtomisticModel
 from qualms.atomistic.predictions import not_predicted
 from qualms.atomistic.structures import symbols_of
 from qualms.errors import InputError, QualmsError
+from qualms.metrics import root_mean_square
 
 #: Keys of what is known about an explored structure. The standard deviation is the root mean
 #: square over the components of the forces, in eV/Å.
@@ -129,7 +129,7 @@ def walk(
             reasons.clear()
             if dynamics.nsteps:  # where it starts, it has been
                 # They are there already, unless stresses have changed the count of forces.
-                std = {STD: _rms(atoms.calc.get_property("forces_uncertainty", atoms))}
+                std = {STD: root_mean_square(atoms.calc.get_property("forces_uncertainty", atoms))}
                 explored.frames.append(bare(atoms, **about(), **std, **beyond))
 
         dynamics.attach(record, interval=explore.interval)
@@ -182,10 +182,6 @@ def _dynamics(atoms: Atoms, explore: Explore, temperature: float, rng: np.random
     )
 
 
-def _rms(values: Float64Array) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
-
-
 def look_at(
     model: AtomisticModel, frames: Iterable[tuple[int, Atoms]], settings: LearnSettings
 ) -> Explored:
@@ -213,7 +209,7 @@ def look_at(
         except UncertaintyError as error:
             explored.stops.append(_stopped(atoms, error))
             continue
-        std = _rms(calculator.results["forces_uncertainty"])
+        std = root_mean_square(calculator.results["forces_uncertainty"])
         beyond = {BEYOND: reasons[-1]} if reasons else {}
         explored.frames.append(bare(atoms, **{STD: std}, **beyond))
     return explored

@@ -427,9 +427,9 @@ class _Loop:
                 )
             energies.append((float(result["energy"]) - known[0]) / len(self.start[i]))
             forces.append(np.ravel(result["forces"] - known[1]))
-            size = max(size, float(np.sqrt(np.mean(known[1] ** 2))))
-        rmse = float(np.sqrt(np.mean(np.concatenate(forces) ** 2)))
-        off = float(np.sqrt(np.mean(np.square(energies))))
+            size = max(size, root_mean_square(known[1]))
+        rmse = root_mean_square(np.concatenate(forces))
+        off = root_mean_square(np.array(energies))
         most = _AGREEMENT * self.settings.target_error
         if rmse > most or off > most:  # per atom, and for 1 Å
             what = f"by {rmse:.2g} eV/Å in the forces (of {size:.2g}) and {off:.2g} eV per atom"
@@ -549,7 +549,7 @@ class _Loop:
     def _explore(
         self, number: int, model: AtomisticModel, bought: Sequence[Atoms]
     ) -> list[Explored]:
-        """Return what each walker, or another source, came to in a round."""
+        """Return the structures that each walker, or another source, reaches in a round."""
         s, explored = self.settings, []
         seed = [s.seed, 2, number]
         walkers = self._walkers(number)
@@ -582,7 +582,7 @@ class _Loop:
         stops: Sequence[Atoms],
         explored: Sequence[Explored],
     ) -> dict[str, Any]:
-        """Return what is known about the error of the model on what was explored."""
+        """Return the expected error on the explored structures, its bound, and counts."""
         sigma = np.array([atoms.info[STD] for atoms in frames])
         expected = root_mean_square(sigma) if len(sigma) else None
         estimate = bound = None
@@ -890,7 +890,7 @@ class _Loop:
         some = self._to_compare()
         again = {_START.format(i): bare(self.start[i]) for i in range(len(self.start))}
         if missing and not given.exists():
-            wanted = [*((_START.format(i), self.start[i]) for i in some)]
+            wanted = [(_START.format(i), self.start[i]) for i in some]
             wanted += [(a.info[ID], a) for a in missing]
             with atomic_output(asked, force=True, mode="w") as file:
                 # Without predictions, which other programs might take for something else.
@@ -1038,7 +1038,7 @@ def _new(frames: Iterable[tuple[int, Atoms]], known: set[bytes]) -> Iterator[tup
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") -> list[str]:
-    """Return what has changed between two sets of settings."""
+    """Return the differences between two sets of settings, as text."""
     changes = []
     for key in [*now, *(key for key in before if key not in now)]:
         old, new = before.get(key), now.get(key)
@@ -1050,7 +1050,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any], name: str = "") 
 
 
 def _write_walker(path: Path, explored: Explored) -> None:
-    """Write what a walker explored."""
+    """Write the structures that a walker explored."""
     frames = [*explored.frames]
     for atoms in explored.stops:
         atoms.info[_STOP] = True
@@ -1062,7 +1062,7 @@ def _write_walker(path: Path, explored: Explored) -> None:
 
 
 def _read_walker(path: Path) -> Explored:
-    """Return what a walker explored."""
+    """Return the structures that a walker explored."""
     *frames, last = read_frames(path)
     stops = [atoms for atoms in frames if atoms.info.get(_STOP)]
     return Explored(

@@ -287,7 +287,7 @@ def displaced(atoms: Atoms) -> tuple[Atoms, float]:
 def read_rows(
     model: AtomisticModel, structures: Iterable[tuple[int, Atoms]], *, forces: bool
 ) -> Rows | None:
-    """Return what a model knows of structures, which are read one by one; None of none.
+    """Return rows, variances and novelty of structures, read one by one; None if there are none.
 
     Parameters
     ----------

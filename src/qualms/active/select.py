@@ -190,8 +190,10 @@ def select(
         while len(chosen) < (n or len(order)) and available.any():
             if until is not None and state and not np.any(state.stds[available] > until):
                 break
-            if strategy == "farthest" or state is None or strategy == "random":
-                scores = order if strategy == "random" else distances.squares
+            if strategy == "random":
+                scores = order
+            elif strategy == "farthest" or state is None:
+                scores = distances.squares
             else:
                 scores = state.gains if strategy == "target" else state.variances
             some, remark = available, ""
@@ -260,10 +262,8 @@ class _State:
         #: (r, r): what the choices so far do to rows
         self.history = np.eye(self.rows.shape[1])
         record = model.fitted.record.quantities["forces" if forces else TARGET]
-        self.noise, self.n_calibrated = (
-            record.noise**2 * noise_scale,
-            record.n_out_of_bag_structures,
-        )
+        self.noise: Float64Array = record.noise**2 * noise_scale
+        self.n_calibrated = record.n_out_of_bag_structures
         rows = self.rows
         if aims is not None:
             read = read_rows(model, enumerate(aims), forces=forces)
@@ -313,9 +313,9 @@ class _State:
         """
         S = self.of_aims
         mean_square = float(np.trace(S))
-        rmse = np.sqrt(mean_square)
         if not mean_square > 0:
             return 0.0, 0.0, 0.0
+        rmse = np.sqrt(mean_square)
         dof = 1 / (float(np.sum(S**2)) / mean_square**2 + 1 / max(self.n_calibrated, 1))
         low, high = np.sqrt(chi2.ppf([0.16, 0.84], dof) / dof)
         return float(rmse), float(rmse * low), float(rmse * high)

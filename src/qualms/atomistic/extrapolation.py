@@ -38,7 +38,7 @@ _SAMPLES = 16
 
 
 def element_scales(novelty: Float64Array) -> Float64Array:
-    """Return what the novelties of the atoms of each element are relative to: (S,).
+    """Return the scale of the largest novelty of each element: (S,).
 
     Parameters
     ----------
